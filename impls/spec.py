@@ -1,0 +1,116 @@
+"""The contract that every implementation keeps: dimension key, configuration, weights, stages.
+
+Dimension key, used in names (`q_BTNH`), shapes and docstrings:
+
+    B  batch                    D  hidden size (d_model)         N  query heads (h)
+    T  query positions          H  head size (d_k), not D / N    K  key/value heads
+    S  key positions                                             G  query heads per key/value head, N / K
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """What changes the mathematics of the layer, under Hugging Face's field names and with no defaults.
+
+    RoPE's theta is not here: a layer is given the tables cos and sin.
+    Raises ValueError where no layer has these sizes.
+    """
+
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+
+    def __post_init__(self) -> None:
+        for field in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{field} is {value!r}; it must be a whole number of at least 1")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads {self.num_key_value_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}; rotary embedding turns pairs, so it must be even")
+        if not 0 <= self.rms_norm_eps < 1:  # also refuses NaN
+            raise ValueError(f"rms_norm_eps is {self.rms_norm_eps!r}; it must be in [0, 1)")
+
+    @property
+    def num_key_value_groups(self) -> int:
+        """G, the query heads that share one key/value head."""
+        return self.num_attention_heads // self.num_key_value_heads
+
+    def sizes(self) -> dict[str, int]:
+        """The letters of the dimension key that the configuration fixes; NH and KH are rows of a weight."""
+        N, K, H = self.num_attention_heads, self.num_key_value_heads, self.head_dim
+        return {"D": self.hidden_size, "N": N, "K": K, "G": N // K, "H": H, "NH": N * H, "KH": K * H}
+
+
+WEIGHTS: dict[str, tuple[str, ...]] = {
+    "q_proj.weight": ("NH", "D"),
+    "k_proj.weight": ("KH", "D"),
+    "v_proj.weight": ("KH", "D"),
+    "q_norm.weight": ("H",),
+    "k_norm.weight": ("H",),
+    "o_proj.weight": ("D", "NH"),
+}
+"""Hugging Face's names, relative to `self_attn`, and its layout: a linear map is stored [out, in]."""
+
+
+def weight_shapes(config: AttentionConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of each weight of a layer with this configuration."""
+    sizes = config.sizes()
+    return {name: tuple(sizes[letter] for letter in letters) for name, letters in WEIGHTS.items()}
+
+
+class Stage(NamedTuple):
+    """One value on the way from hidden states to output: its equation, shape and what it is computed from."""
+
+    name: str
+    equation: str
+    shape: str  # letters of the dimension key
+    inputs: tuple[str, ...]
+
+
+STAGES: tuple[Stage, ...] = (
+    Stage("q_proj", "3.1", "BTNH", ("hidden_states", "q_proj.weight")),
+    Stage("k_proj", "3.1", "BSKH", ("hidden_states", "k_proj.weight")),
+    Stage("v_proj", "3.1", "BSKH", ("hidden_states", "v_proj.weight")),
+    Stage("q_norm", "RMSNorm", "BTNH", ("q_proj", "q_norm.weight")),
+    Stage("k_norm", "RMSNorm", "BSKH", ("k_proj", "k_norm.weight")),
+    Stage("q_rope", "RoPE", "BTNH", ("q_norm", "cos", "sin")),
+    Stage("k_rope", "RoPE", "BSKH", ("k_norm", "cos", "sin")),
+    Stage("scores", "3.5", "BNTS", ("q_rope", "k_rope")),
+    Stage("masked_scores", "3.10", "BNTS", ("scores",)),
+    Stage("probs", "3.6", "BNTS", ("masked_scores",)),
+    Stage("heads", "3.11", "BTNH", ("probs", "v_proj")),
+    Stage("output", "3.12", "BTD", ("heads", "o_proj.weight")),
+)
+"""In the order of the dataflow. RMSNorm and RoPE are Qwen3's, between 3.1 and 3.2, and have no number in the chapter."""
+
+GRADIENTS: dict[str, str] = {
+    **{f"d_{stage.name}": stage.equation for stage in reversed(STAGES) if stage.name != "output"},
+    "d_masked_scores": "3.9",
+    "d_hidden_states": "3.1",
+    "d_q_proj.weight": "3.1",
+    "d_k_proj.weight": "3.1",
+    "d_v_proj.weight": "3.1",
+    "d_q_norm.weight": "RMSNorm",
+    "d_k_norm.weight": "RMSNorm",
+    "d_o_proj.weight": "3.12",
+}
+"""Every gradient of a trace and the equation whose derivative it is; `d_output` is given, not computed."""
+
+Observe = Callable[[str, Any], Any]
+"""`observe(name, value) -> value`: sees every stage as it arises, and may replace it (noise, rounding, taps)."""
+
+
+def keep(name: str, value: Any) -> Any:
+    """The default `observe`: look at nothing, change nothing."""
+    return value
