@@ -122,8 +122,7 @@ def backward(d_y_BTD: Float[Array, "B T D"], cache: Cache, observe: Observe = ke
     weights, eps, G = cache["weights"], cache["eps"], cache["G"]
     x, q, k, v, qr, kr, a, o, cos, sin = (cache[name] for name in "x q k v qr kr a o cos sin".split())
 
-    d_o, d_wo = merge_backward(d_y_BTD, o, weights["o_proj.weight"])  # undoes 3.12
-    d_o = observe("d_heads", d_o)
+    d_o = observe("d_heads", merge_backward(d_y_BTD, weights["o_proj.weight"], o.shape[2]))  # undoes 3.12
     d_a, d_v = mix_backward(d_o, a, share(v, G))  # undoes 3.11
     d_a, d_v = observe("d_probs", d_a), observe("d_v_proj", share_backward(d_v, G))
     d_m = observe("d_masked_scores", softmax_backward(d_a, a))  # 3.9, undoes 3.6
@@ -132,30 +131,26 @@ def backward(d_y_BTD: Float[Array, "B T D"], cache: Cache, observe: Observe = ke
     d_qr, d_kr = observe("d_q_rope", d_qr), observe("d_k_rope", share_backward(d_kr, G))
     d_qn = observe("d_q_norm", rope_backward(d_qr, cos, sin))
     d_kn = observe("d_k_norm", rope_backward(d_kr, cos, sin))
-    d_q, d_wqn = rms_norm_backward(d_qn, q, weights["q_norm.weight"], eps)
-    d_k, d_wkn = rms_norm_backward(d_kn, k, weights["k_norm.weight"], eps)
-    d_q, d_k = observe("d_q_proj", d_q), observe("d_k_proj", d_k)
-    d_x_q, d_wq = project_backward(d_q, x, weights["q_proj.weight"])  # undoes 3.1
-    d_x_k, d_wk = project_backward(d_k, x, weights["k_proj.weight"])
-    d_x_v, d_wv = project_backward(d_v, x, weights["v_proj.weight"])
+    d_q = observe("d_q_proj", rms_norm_backward(d_qn, q, weights["q_norm.weight"], eps))
+    d_k = observe("d_k_proj", rms_norm_backward(d_kn, k, weights["k_norm.weight"], eps))
+    d_x = project_backward(d_q, weights["q_proj.weight"])  # undoes 3.1; X was used three times
+    d_x = d_x + project_backward(d_k, weights["k_proj.weight"]) + project_backward(d_v, weights["v_proj.weight"])
 
-    gradients = {
-        "d_hidden_states": d_x_q + d_x_k + d_x_v,  # X was used three times
-        "d_q_proj.weight": d_wq,
-        "d_k_proj.weight": d_wk,
-        "d_v_proj.weight": d_wv,
-        "d_q_norm.weight": d_wqn,
-        "d_k_norm.weight": d_wkn,
-        "d_o_proj.weight": d_wo,
+    return {
+        "d_hidden_states": observe("d_hidden_states", d_x),
+        "d_q_proj.weight": observe("d_q_proj.weight", weight_gradient(d_q, x)),
+        "d_k_proj.weight": observe("d_k_proj.weight", weight_gradient(d_k, x)),
+        "d_v_proj.weight": observe("d_v_proj.weight", weight_gradient(d_v, x)),
+        "d_q_norm.weight": observe("d_q_norm.weight", norm_weight_gradient(d_qn, q, eps)),
+        "d_k_norm.weight": observe("d_k_norm.weight", norm_weight_gradient(d_kn, k, eps)),
+        "d_o_proj.weight": observe("d_o_proj.weight", weight_gradient(d_y_BTD, o)),
     }
-    return {name: observe(name, value) for name, value in gradients.items()}
 
 
-def merge_backward(
-    d_y_BTD: Float[Array, "B T D"], o_BTNH: Float[Array, "B T N H"], w_DN: Float[Array, "D NH"]
-) -> tuple[Float[Array, "B T N H"], Float[Array, "D NH"]]:
-    """y = o W^T:  d_o = d_y W,  d_W = d_y^T o, summed over batch and positions."""
-    return (d_y_BTD @ w_DN).reshape(o_BTNH.shape), rows(d_y_BTD).T @ rows(o_BTNH)
+def merge_backward(d_y_BTD: Float[Array, "B T D"], w_DN: Float[Array, "D NH"], heads: int) -> Float[Array, "B T N H"]:
+    """y = o W^T:  d_o = d_y W, cut into heads."""
+    B, T, _ = d_y_BTD.shape
+    return (d_y_BTD @ w_DN).reshape(B, T, heads, -1)
 
 
 def mix_backward(
@@ -207,25 +202,30 @@ def rope_backward(
 
 def rms_norm_backward(
     d_y: Float[Array, "B T N H"], x: Float[Array, "B T N H"], w_H: Float[Array, "H"], eps: float
-) -> tuple[Float[Array, "B T N H"], Float[Array, "H"]]:
-    """With x̂ = x r and r = 1/rms(x):  d_x = r (w ⊙ d_y − x̂ mean(w ⊙ d_y ⊙ x̂)),  d_w = Σ d_y ⊙ x̂.
+) -> Float[Array, "B T N H"]:
+    """With x̂ = x r, r = 1/rms(x) and g = w ⊙ d_y:  d_x = r (g − x̂ mean(g ⊙ x̂)).
 
     The mean appears because every entry of a head moves the rms of that head.
     """
     r = inverse_rms(x, eps)
     x_hat, g = x * r, w_H * d_y
-    d_x = r * (g - x_hat * np.mean(g * x_hat, axis=-1, keepdims=True))
-    return d_x, np.sum(d_y * x_hat, axis=(0, 1, 2))
+    return r * (g - x_hat * np.mean(g * x_hat, axis=-1, keepdims=True))
 
 
-def project_backward(
-    d_BTNH: Float[Array, "B T N H"], x_BTD: Float[Array, "B T D"], w_ND: Float[Array, "NH D"]
-) -> tuple[Float[Array, "B T D"], Float[Array, "NH D"]]:
-    """q = X W^T:  d_X = d_q W,  d_W = d_q^T X, summed over batch and positions."""
-    return (rows(d_BTNH) @ w_ND).reshape(x_BTD.shape), rows(d_BTNH).T @ rows(x_BTD)
+def norm_weight_gradient(
+    d_y: Float[Array, "B T N H"], x: Float[Array, "B T N H"], eps: float
+) -> Float[Array, "H"]:
+    """y = w ⊙ x̂:  d_w = Σ d_y ⊙ x̂ over batch, positions and heads, which share w."""
+    return np.sum(d_y * (x * inverse_rms(x, eps)), axis=(0, 1, 2))
 
 
-def rows(x: Array) -> Array:
-    """One row for each token: [B,T,D] -> [B·T, D], [B,T,N,H] -> [B·T, N·H]."""
+def project_backward(d_BTNH: Float[Array, "B T N H"], w_ND: Float[Array, "NH D"]) -> Float[Array, "B T D"]:
+    """q = x W^T:  d_x = d_q W."""
+    B, T, _, _ = d_BTNH.shape
+    return d_BTNH.reshape(B, T, -1) @ w_ND
+
+
+def weight_gradient(d_y: Float[Array, "B T *out"], x: Float[Array, "B T *in_"]) -> Float[Array, "out in_"]:
+    """y = x W^T:  d_W = Σ d_y x^T over batch and positions, an outer product for each token."""
     B, T = x.shape[:2]
-    return x.reshape(B * T, -1)
+    return d_y.reshape(B * T, -1).T @ x.reshape(B * T, -1)

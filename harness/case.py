@@ -1,0 +1,420 @@
+"""A case: one layer's weights and configuration, and the inputs that every implementation is given.
+
+It lives in files, each with one writer, so that any step can be repeated alone:
+
+    <name>.safetensors            the six weights of `impls.spec.WEIGHTS`; metadata `config` and `source` (JSON)
+    <name>.<input>.safetensors    hidden_states [B,T,D], cos and sin [B,T,H], d_output [B,T,D]; metadata `source` (JSON)
+
+The same seed gives the same bytes on every platform: integer arithmetic, IEEE's basic operations and Python's
+`decimal` make the numbers, not a math library, whose last bit varies. (The exception, cos and sin, are float64 rounded
+to float32, which hides that bit.)
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes  # also teaches safetensors' NumPy reader bfloat16
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from impls.spec import WEIGHTS, AttentionConfig, weight_shapes
+
+Array = np.ndarray
+Arrays = dict[str, Array]
+
+QWEN3_0_6B = AttentionConfig(
+    hidden_size=1024, num_attention_heads=16, num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-6
+)
+THETA = 1e6  # Qwen3-0.6B's
+BATCH, SEQ_LEN = 1, 12
+INPUTS = ("chapter", "stress")
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+class BadInput(ValueError):
+    """Unusable input. The message is the one line that the user gets: where, what is wrong, what to do.
+
+    A command prints it as `error: <message>` and exits with status 2.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """Weights (float32; float64 where the file is) under their names relative to `self_attn`, and inputs by name.
+
+    `source` says where the weights come from, `made` how each input was made; both as in the files' metadata.
+    `sha256` and `paths` have the key "weights" and one for each input.
+    """
+
+    name: str
+    config: AttentionConfig
+    theta: float
+    layer: int
+    source: dict[str, Any]
+    weights: Arrays
+    sha256: dict[str, str]
+    paths: dict[str, Path]
+    inputs: dict[str, Arrays] = field(default_factory=dict)
+    made: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def describe(self) -> str:
+        """Which weights these are, in plain words."""
+        model, revision, dtype = (self.source.get(key) for key in ("model", "revision", "dtype"))
+        if self.source["kind"] == "seeded":
+            whose = f" with {model}'s geometry" if model else ""
+            return f"seeded weights{whose} (seed {self.source.get('seed')}); these are not Qwen's trained weights"
+        at = f" at revision {revision}" if revision else ""
+        return f"layer {self.layer} of the checkpoint {model}{at} ({dtype} on disk)"
+
+    def arrays(self, input: str, rope: str, dtype: str) -> tuple[Arrays, Arrays, Array]:
+        """What an implementation is given: weights, inputs (hidden_states, cos, sin) and d_output of this input.
+
+        Contiguous, converted once to `dtype` ("float32" or "float64"); what is already so is not copied.
+        `rope` is "model" (the tables) or "neutral" (cos = 1, sin = 0: the rotation that turns nothing).
+        """
+        if rope not in ("model", "neutral"):
+            raise ValueError(f"rope is {rope!r}; it must be 'model' or 'neutral'")
+        given = {key: np.ascontiguousarray(value, dtype) for key, value in self.inputs[input].items()}
+        if rope == "neutral":
+            given |= {"cos": np.ones_like(given["cos"]), "sin": np.zeros_like(given["sin"])}
+        d_output = given.pop("d_output")
+        return {key: np.ascontiguousarray(value, dtype) for key, value in self.weights.items()}, given, d_output
+
+
+# ------------------------------------------------------------------------------------------------------ seeded numbers
+
+
+def stream(seed: int, name: str) -> np.random.PCG64:
+    """A stream of random 64-bit words for each seed and name.
+
+    NumPy promises that the raw stream of a bit generator never changes; what `Generator` makes of it may.
+    """
+    return np.random.PCG64([seed, *name.encode()])
+
+
+def normal(seed: int, name: str, *shape: int) -> Array:
+    """Normal numbers, mean 0 and variance 1, float32 with full mantissas, the same on every platform.
+
+    Each is the sum of twelve uniform 32-bit integers less its mean, divided by 2^32 (the Irwin-Hall distribution):
+    exact integer arithmetic, rounded once, to float32. Variance 1 − 2^(−64), kurtosis 2.9, range ±6.
+    """
+    n, chunk = math.prod(shape), 2**14  # a chunk stays in the cache; the numbers do not depend on its size
+    random, numbers = stream(seed, name), np.empty(n, np.float32)
+    for start in range(0, n, chunk):
+        words = random.random_raw(6 * min(chunk, n - start))
+        pairs = ((words & np.uint64(2**32 - 1)) + (words >> np.uint64(32))).reshape(-1, 6)
+        total = pairs[:, 0] + pairs[:, 1] + pairs[:, 2] + pairs[:, 3] + pairs[:, 4] + pairs[:, 5]
+        numbers[start : start + chunk] = (total.astype(np.int64) - 6 * (2**32 - 1)) * 2.0**-32
+    return numbers.reshape(shape)
+
+
+def order(seed: int, name: str, *shape: int) -> Array:
+    """A random order of the numbers 0 .. shape[-1] − 1 in each row, integers."""
+    return stream(seed, name).random_raw(math.prod(shape)).reshape(shape).argsort(axis=-1, kind="stable")
+
+
+def exp(x: Array) -> Array:
+    """e^x, float64, by `decimal`, whose exp is correctly rounded; a math library's differs in its last bit."""
+    return np.array([float(Decimal(value).exp()) for value in x.ravel().tolist()]).reshape(x.shape)
+
+
+def bfloat16(x: Array) -> Array:
+    """Rounded to bfloat16, as weights are on disk, and held in float32."""
+    return x.astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def seeded_weights(config: AttentionConfig, seed: int) -> Arrays:
+    """Weights as lifelike as no bug can hide behind: float32 arrays of bfloat16 numbers, shapes of `weight_shapes`.
+
+    Projections are normal with standard deviation 0.64 / √inputs, which is 0.02 for Qwen3-0.6B's q, k and v. The
+    norms' weights are log-normal, e^(0.4 z), with one channel in 32 four times larger; q's and k's differ.
+    Measured for Qwen3-0.6B, 20 seeds, `chapter` at T = 12: scores have standard deviation 1.5 to 3.0, and the
+    softmax's entropy is 0.60 of ln(visible keys) on average (5 % of its rows below 0.2, 5 % above 0.9), so that
+    attention is neither flat nor saturated.
+    """
+    weights = {}
+    for name, shape in weight_shapes(config).items():
+        weight = normal(seed, name, *shape)
+        if len(shape) == 2:
+            weight *= np.float32(0.64 / math.sqrt(shape[1]))
+        else:
+            weight = exp(0.4 * weight.astype(np.float64))
+            weight[order(seed, f"{name} large", *shape) < max(1, shape[0] // 32)] *= 4
+        weights[name] = bfloat16(weight)
+    return weights
+
+
+def rope_tables(head_dim: int, theta: float, batch: int, seq_len: int) -> tuple[Array, Array]:
+    """cos and sin [B,T,H] of the angles t θ^(−2i/H), float32; the H/2 angles stand twice, as in Hugging Face.
+
+    Computed in float64 and rounded once. Hugging Face's own angles are float32, so its tables are t · 2^(−24) off.
+    """
+    log_theta = float(Decimal(theta).ln())
+    frequencies = exp(np.arange(0, head_dim, 2) / head_dim * -log_theta)
+    angles = np.arange(seq_len)[:, None] * np.tile(frequencies, 2)
+    cos, sin = (np.tile(table.astype(np.float32), (batch, 1, 1)) for table in (np.cos(angles), np.sin(angles)))
+    return cos, sin
+
+
+def make_inputs(config: AttentionConfig, theta: float, batch: int, seq_len: int, seed: int) -> dict[str, Arrays]:
+    """The inputs `chapter` and `stress`: hidden_states [B,T,D], cos and sin [B,T,H], d_output [B,T,D], float32.
+
+    `chapter` is plain normal. `stress` is normal times a magnitude for each token, from 10^(−4) to 10^2 in equal
+    ratios within a row, in random order (a row of one token has 10^(−4)). d_output is random, never ones: the
+    rows of a softmax's Jacobian sum to zero, so that a backward that returns nothing would pass.
+    """
+    cos, sin = rope_tables(config.head_dim, theta, batch, seq_len)
+    inputs = {}
+    for name in INPUTS:
+        hidden_states, d_output = (
+            normal(seed, f"{name} {array}", batch, seq_len, config.hidden_size)
+            for array in ("hidden_states", "d_output")
+        )
+        if name == "stress":
+            magnitudes = exp(np.linspace(-4, 2, seq_len) * float(Decimal(10).ln())).astype(np.float32)
+            hidden_states *= magnitudes[order(seed, "stress order", batch, seq_len)][:, :, None]
+        inputs[name] = {"hidden_states": hidden_states, "cos": cos, "sin": sin, "d_output": d_output}
+    return inputs
+
+
+# ------------------------------------------------------------------------------------------------------------- writing
+
+
+def write_weights(
+    directory: Path,
+    name: str,
+    weights: Mapping[str, Array],
+    config: AttentionConfig,
+    theta: float,
+    source: dict[str, Any],
+) -> Path:
+    """Writes `<name>.safetensors` into `directory`, made if need be. Raises BadInput where it cannot."""
+    path = directory / f"{name}.safetensors"
+    stored = {"model_type": "qwen3", **asdict(config), "rope_theta": theta}
+    write_tensors(path, weights, {"config": stored, "source": source})
+    return path
+
+
+def write_inputs(
+    directory: Path, case: Case, batch: int = BATCH, seq_len: int = SEQ_LEN, seed: int | None = None
+) -> Case:
+    """Makes the inputs of `case`, writes them into `directory`, and returns the case with them, as read back.
+
+    `seed` is the case's own unless given. What is not usual stands in the files' names (`<name>.b2t64s5.chapter`),
+    so that a name always means one content. Raises BadInput where it cannot write.
+    """
+    usual = case.source.get("seed", 0)
+    seed = usual if seed is None else seed
+    label = f".b{batch}t{seq_len}" if (batch, seq_len, seed) != (BATCH, SEQ_LEN, usual) else ""
+    label += f"s{seed}" if seed != usual else ""
+    made = {"seed": seed, "batch": batch, "seq_len": seq_len, "theta": case.theta}
+    paths = {}
+    for name, arrays in make_inputs(case.config, case.theta, batch, seq_len, seed).items():
+        paths[name] = directory / f"{case.name}{label}.{name}.safetensors"
+        write_tensors(paths[name], arrays, {"source": {"kind": name, **made}})
+    return read_inputs(case, paths)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Array], metadata: Mapping[str, Any]) -> None:
+    """A safetensors file of float32 and float64 tensors, whole or not at all; each item of metadata becomes JSON.
+
+    The same values give the same bytes, which the library does not promise: it writes metadata in a random order.
+    Raises BadInput where it cannot write.
+    """
+    header: dict[str, Any] = {"__metadata__": {key: json.dumps(value) for key, value in sorted(metadata.items())}}
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))  # the wider first: aligned
+    end = 0
+    for name, value in ordered:
+        start, end = end, end + value.nbytes
+        dtype = {"float32": "F32", "float64": "F64"}[value.dtype.name]
+        header[name] = {"dtype": dtype, "shape": value.shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("wb") as file:
+                file.write(len(text).to_bytes(8, "little") + text)
+                for _, value in ordered:
+                    file.write(np.ascontiguousarray(value, value.dtype.newbyteorder("<")).data)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be written ({error.strerror}); choose another directory") from error
+
+
+def seeded_case(
+    directory: Path,
+    seed: int = 0,
+    batch: int = BATCH,
+    seq_len: int = SEQ_LEN,
+    config: AttentionConfig = QWEN3_0_6B,
+    theta: float = THETA,
+) -> Case:
+    """The case `seeded-<seed>`, written to `directory` and read from it; give another geometry its own directory."""
+    model = "Qwen3-0.6B" if (config, theta) == (QWEN3_0_6B, THETA) else None
+    source = {"kind": "seeded", "model": model, "revision": None, "layer": 0, "dtype": "bfloat16", "seed": seed}
+    path = write_weights(directory, f"seeded-{seed}", seeded_weights(config, seed), config, theta, source)
+    return write_inputs(directory, read_case(path, {}), batch, seq_len)
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+def read_case(weights: Path, inputs: Mapping[str, Path] | None = None) -> Case:
+    """The case in these files, checked; without `inputs`, those that lie beside the weights. Raises BadInput."""
+    tensors, metadata = read_tensors(weights, WEIGHTS)
+    stored, source = (read_json(metadata.get(key), f"{weights}: metadata {key!r}") for key in ("config", "source"))
+    config, theta = layer_config(stored, str(weights))
+    for key, least in (("layer", 0), ("seed", 0)):
+        if not is_whole(source.get(key, least), least):
+            raise BadInput(
+                f"{weights}: metadata 'source' has {key} {source[key]!r}, not a whole number; export it again"
+            )
+    if source.get("kind") not in ("seeded", "checkpoint", "hub") or "layer" not in source:
+        raise BadInput(
+            f"{weights}: metadata 'source' does not say kind (seeded, checkpoint, hub) and layer; export it again"
+        )
+    case = Case(
+        name=weights.stem,
+        config=config,
+        theta=theta,
+        layer=source["layer"],
+        source=source,
+        weights=check_weights(tensors, config, str(weights)),
+        sha256={"weights": sha256(weights)},
+        paths={"weights": weights},
+    )
+    return read_inputs(case, inputs_beside(weights) if inputs is None else inputs)
+
+
+def inputs_beside(weights: Path) -> dict[str, Path]:
+    """The files of the usual inputs that lie beside a file of weights: all of them or none, else BadInput."""
+    paths = {name: weights.with_name(f"{weights.stem}.{name}.safetensors") for name in INPUTS}
+    missing = [str(path) for path in paths.values() if not path.exists()]
+    if missing and len(missing) < len(paths):
+        raise BadInput(f"{missing[0]}: missing, though the other input is there; --seed 0 makes both anew")
+    return {} if missing else paths
+
+
+def read_inputs(case: Case, paths: Mapping[str, Path]) -> Case:
+    """The case with the inputs in these files, checked to fit it. Raises BadInput."""
+    inputs, made = {}, {}
+    for name, path in paths.items():
+        arrays, metadata = read_tensors(path, ("hidden_states", "cos", "sin", "d_output"))
+        made[name] = read_json(metadata.get("source"), f"{path}: metadata 'source'")
+        if made[name].get("theta") != case.theta:
+            raise BadInput(
+                f"{path}: made for theta {made[name].get('theta')}, the layer has {case.theta}; export it again"
+            )
+        B, T = (*arrays["hidden_states"].shape, 0, 0)[:2]
+        if B < 1 or T < 1:
+            raise BadInput(f"{path}: hidden_states has shape {list(arrays['hidden_states'].shape)}; expected [B, T, D]")
+        D, H = case.config.hidden_size, case.config.head_dim
+        shapes = {"hidden_states": (B, T, D), "cos": (B, T, H), "sin": (B, T, H), "d_output": (B, T, D)}
+        inputs[name] = {key: check_tensor(arrays[key], key, shape, str(path)) for key, shape in shapes.items()}
+    digests = {name: sha256(path) for name, path in paths.items()}
+    return replace(case, inputs=inputs, made=made, sha256=case.sha256 | digests, paths={**case.paths, **paths})
+
+
+@contextmanager
+def open_tensors(path: Path) -> Iterator[Any]:
+    """A safetensors file to read from; whatever makes it unreadable becomes a BadInput."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            yield file
+    except FileNotFoundError as error:
+        raise BadInput(f"{path}: no such file") from error
+    except (OSError, SafetensorError, AttributeError, TypeError) as error:  # the last two: a dtype NumPy lacks
+        raise BadInput(f"{path}: not a readable safetensors file ({error})") from error
+
+
+def read_tensors(path: Path, names: Iterable[str]) -> tuple[Arrays, dict[str, str]]:
+    """Exactly these tensors, as on disk, and the metadata. Raises BadInput, before reading any tensor."""
+    with open_tensors(path) as file:
+        found, expected = set(file.keys()), set(names)
+        for what, wrong in (("lacks", expected - found), ("also holds", found - expected)):
+            if wrong:
+                some, all_ = ", ".join(sorted(wrong)[:6]), ", ".join(sorted(expected))
+                raise BadInput(
+                    f"{path}: {what} {some}; expected exactly {all_} (a checkpoint is given by its directory)"
+                )
+        return {name: file.get_tensor(name) for name in expected}, file.metadata() or {}
+
+
+def check_weights(tensors: Mapping[str, Array], config: AttentionConfig, where: str) -> Arrays:
+    """The six weights, each as `check_tensor` gives it."""
+    return {name: check_tensor(tensors[name], name, shape, where) for name, shape in weight_shapes(config).items()}
+
+
+def check_tensor(value: Array, name: str, shape: tuple[int, ...], where: str) -> Array:
+    """The tensor, widened exactly to float32 (float64 stays): floating, of this shape and finite, else BadInput."""
+    if value.dtype.name not in FLOATS:
+        raise BadInput(f"{where}: {name} holds {value.dtype.name} numbers; expected one of {', '.join(FLOATS)}")
+    if value.shape != shape:
+        letters = f" = [{', '.join(WEIGHTS[name])}]" if name in WEIGHTS else ""
+        hint = "; head_dim (H) is a size of its own, not hidden_size / num_attention_heads" if "proj" in name else ""
+        raise BadInput(f"{where}: {name} has shape {list(value.shape)}, expected {list(shape)}{letters}{hint}")
+    with np.errstate(over="ignore"):
+        bad = ~np.isfinite(value.astype(np.float32, copy=False))
+    if bad.any():
+        first = [int(i) for i in np.argwhere(bad)[0]]
+        raise BadInput(
+            f"{where}: {name} has {bad.sum()} of {bad.size} values that are NaN, infinite or beyond float32, "
+            f"the first ({value[tuple(first)]}) at {first}; repair the file"
+        )
+    return value if value.dtype == np.float64 else value.astype(np.float32, copy=False)
+
+
+def layer_config(given: Mapping[str, Any], where: str) -> tuple[AttentionConfig, float]:
+    """The configuration and theta in Hugging Face's fields. Raises BadInput where one is missing or impossible."""
+    if given.get("model_type") != "qwen3":
+        raise BadInput(f"{where}: model_type is {given.get('model_type')!r}; only 'qwen3' layers can be compared")
+    try:
+        config = AttentionConfig(**{field.name: given[field.name] for field in fields(AttentionConfig)})
+        theta = float(given["rope_theta"])
+    except KeyError as error:
+        raise BadInput(f"{where}: the configuration lacks {error}") from error
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"{where}: the configuration is unusable: {error}") from error
+    if not 0 < theta < math.inf:
+        raise BadInput(f"{where}: rope_theta is {theta}; it must be a positive number")
+    return config, theta
+
+
+def read_json(text: str | bytes | None, where: str) -> dict[str, Any]:
+    """A JSON object, else BadInput."""
+    if text is None:
+        raise BadInput(f"{where} is missing; write the file with python -m harness.export")
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise BadInput(f"{where} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise BadInput(f"{where} is not a JSON object")
+    return value
+
+
+def is_whole(value: Any, least: int) -> bool:
+    """A whole number of at least this."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def sha256(path: Path) -> str:
+    """The file's SHA-256, hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

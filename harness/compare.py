@@ -1,0 +1,332 @@
+"""Compare implementations of an attention layer with Hugging Face's, equation by equation:  python -m harness.compare
+
+Each implementation runs in a process of its own, all at once; this process imports no framework. It makes the case,
+draws the rounding noise while the others import, judges each trace as it lands, and writes the artifact at the end.
+"""
+
+import argparse
+import queue
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from threadpoolctl import threadpool_limits
+
+from harness import artifact, environment, judging, planted, scaling
+from harness.case import BadInput, Case
+from harness.export import Arguments, add_case_arguments, open_cases
+from harness.judging import LAYER, Judged, Judging
+from harness.report.console import Progress, make_console, print_verdict
+from harness.runners import IMPLEMENTATIONS, REFERENCES, Setting, Unusable, Worker
+from impls.spec import STAGES
+
+DTYPES = ("float64", "float32")
+ROPES = ("neutral", "model")
+
+
+class ReferenceFailed(Exception):
+    """Hugging Face's layer could not be run, so that there is nothing to compare with."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command. Returns the exit status: 0 all match, 1 something differs, 2 unusable input, 3 something did not run."""
+    parser = make_parser()
+    try:
+        options = parser.parse_args(argv)
+        if options.list:
+            return print_list()
+        check_names(options.impl)
+        document = compare(
+            options, f"python -m harness.compare {' '.join(sys.argv[1:] if argv is None else argv)}".strip()
+        )
+    except (BadInput, Unusable) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except ReferenceFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 3
+    except KeyboardInterrupt:
+        print("interrupted; the last artifact is as it was", file=sys.stderr)
+        return 130
+    if not options.quiet:
+        print_verdict(document, make_console(), options.out / "attention_check.json")
+    return int(document["exit_status"])
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command's arguments."""
+    parser = Arguments(
+        prog="python -m harness.compare",
+        description="Recompute one attention layer in NumPy, JAX and PyTorch and prove, equation by equation, forward and "
+        "backward, that only rounding differs from Hugging Face's Qwen3.",
+        epilog="exit status: 0 all match, 1 something differs, 2 unusable input or arguments, 3 something could not run",
+    )
+    add_case_arguments(parser)
+    run = parser.add_argument_group("run")
+    run.add_argument(
+        "--impl",
+        nargs="+",
+        default=[*IMPLEMENTATIONS, "hf-sdpa"],
+        metavar="NAME",
+        help="which implementations (default: %(default)s; --list names all)",
+    )
+    run.add_argument(
+        "--rope",
+        choices=["both", *ROPES],
+        default="both",
+        help="neutral: cos = 1, sin = 0, the chapter's equations alone; model: as in production (default: both)",
+    )
+    run.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="only this one (default: float64 for the structure and float32 for the tolerance)",
+    )
+    run.add_argument(
+        "--device", choices=["cpu", "gpu", "auto"], default="cpu", help="where JAX and PyTorch compute (default: cpu)"
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--out",
+        type=Path,
+        default=Path("artifacts"),
+        metavar="DIR",
+        help="receives attention_check.json and traces/ (default: artifacts/)",
+    )
+    output.add_argument(
+        "--keep-all",
+        action="store_true",
+        help="keep every trace whole: float64 and weight gradients too (1.4 GB for the default case)",
+    )
+    output.add_argument("--quiet", action="store_true", help="print nothing; the exit status tells")
+    output.add_argument(
+        "--list", action="store_true", help="name the implementations, stages and planted bugs, and stop"
+    )
+    output.add_argument("--version", action="version", version=f"attention-check {metadata.version('attention-check')}")
+    return parser
+
+
+def print_list() -> int:
+    """--list: what can be named on the command line and in a trace."""
+    print("implementations  " + " ".join([*IMPLEMENTATIONS, "hf-sdpa"]))
+    print("stages           " + " ".join(stage.name for stage in STAGES))
+    for framework in IMPLEMENTATIONS:
+        print(f"planted bugs     {framework}:" + f" {framework}:".join(planted.names(framework)))
+    return 0
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raises BadInput for an implementation that there is not."""
+    for name in names:
+        framework, _, bug = name.partition(":")
+        if framework not in (*IMPLEMENTATIONS, "hf-sdpa") or (bug and bug not in planted.names(framework)):
+            known = ", ".join([*IMPLEMENTATIONS, "hf-sdpa"])
+            raise BadInput(
+                f"--impl {name}: there is no such implementation; there are {known} (--list shows also the planted bugs)"
+            )
+        if names.count(name) > 1:
+            raise BadInput(f"--impl {name}: named twice")
+
+
+# ------------------------------------------------------------------------------------------------------------------ run
+
+
+def compare(options: argparse.Namespace, command: str) -> dict[str, Any]:
+    """Run everything, write the artifact and return it. Raises BadInput, Unusable, ReferenceFailed."""
+    ropes = ROPES if options.rope == "both" else (options.rope,)
+    dtypes = (options.dtype,) if options.dtype else DTYPES
+    options.out.mkdir(parents=True, exist_ok=True)
+    console = make_console()
+    with (
+        scratch(options.out) as folder,
+        threadpool_limits(1),  # one for each process, of which as many run as there are cores
+        ThreadPoolExecutor(2) as pool,
+        Progress(console, options.quiet) as progress,
+        Workers(options.impl, options.device, progress) as workers,
+    ):
+        (folder / "traces").mkdir()
+        results: list[tuple[Case, list[Judged], Judging]] = []
+        for case in open_cases(options, Path("weights")):
+            settings = [Setting(name, rope, dtype) for name in case.inputs for rope in ropes for dtype in dtypes]
+            judge = Judging(case, options.impl, settings, pool)
+            workers.run(case, settings, judge, folder, keep_all=options.keep_all)
+            results.append((case, judge.finish(), judge))
+        document = assemble(results, settings, workers, command)
+        publish(document, folder / "traces", options.out)
+    return document
+
+
+@contextmanager
+def scratch(out: Path) -> Iterator[Path]:
+    """A folder inside `out` for this run alone, gone at its end."""
+    folder = Path(tempfile.mkdtemp(prefix=".run-", dir=out)).resolve()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def publish(document: dict[str, Any], traces: Path, out: Path) -> None:
+    """Put the run's traces and then its artifact where they belong; until then the last run's are untouched."""
+    old = traces.parent / "old-traces"
+    if (out / "traces").exists():
+        (out / "traces").rename(old)
+    traces.rename(out / "traces")
+    artifact.write(document, out / "attention_check.json")
+
+
+class Workers:
+    """The processes of one run: one for each implementation, and one for Hugging Face's layer, eager and sdpa."""
+
+    def __init__(self, names: Sequence[str], device: str, progress: Progress):
+        self.names, self.progress = list(names), progress
+        self.events: queue.SimpleQueue[tuple[Worker, dict[str, Any]]] = queue.SimpleQueue()
+        self.errors: dict[str, str] = {}
+        self.seconds: dict[str, float] = {}
+        self.matmul_bits: dict[str, dict[str, int]] = {}
+        self.accelerators: dict[str, str | None] = {}
+        layer = [LAYER, *(name for name in names if name in REFERENCES)]
+        groups = [layer, *([name] for name in names if name not in REFERENCES)]
+        self.workers = []
+        for group in groups:
+            progress.started(title(group[0]))
+            self.workers.append(Worker(group, device, self.events))
+
+    def __enter__(self) -> "Workers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in self.workers:
+            worker.end()
+
+    def run(self, case: Case, settings: Sequence[Setting], judge: Judging, folder: Path, keep_all: bool) -> None:
+        """Have all of them run one case, and hand each trace to the judge as it lands."""
+        paths = {name: str(path) for name, path in case.paths.items()}
+        needed = list(dict.fromkeys(each for s in settings for each in (s._replace(dtype="float64"), s)))
+        busy = [worker for worker in self.workers if worker.process.poll() is None]
+        for worker in busy:
+            worker.job(
+                weights=paths["weights"],
+                inputs={name: path for name, path in paths.items() if name != "weights"},
+                sha256=case.sha256,
+                settings=needed if LAYER in worker.names else list(settings),
+                traces=str(folder / "traces"),
+                scratch=str(folder),
+                keep_all=keep_all,
+            )
+        while busy:
+            worker, event = self.events.get()
+            if self._handle(worker, event, judge):
+                busy.remove(worker)
+
+    def _handle(self, worker: Worker, event: dict[str, Any], judge: Judging) -> bool:
+        """Take note of an event; whether the worker has ended its job."""
+        what, name = event["event"], title(worker.names[0])
+        if what == "ready":
+            self.accelerators[worker.names[0]] = event["accelerator"]
+            self.progress.phase(name, f"imported in {event['seconds']:.1f} s")
+        elif what == "running":
+            self.progress.phase(name, " ".join(event["setting"]))
+        elif what == "trace":
+            judge.land(event["name"], Setting(*event["setting"]), event["files"])
+        elif what == "unusable":
+            raise Unusable(event["message"])
+        elif what == "failed":
+            self._fail([event["name"]] if event.get("name") else worker.names, event["error"])
+        elif what == "done":
+            self.seconds |= event["seconds"]
+            self.matmul_bits[worker.names[0]] = event["matmul_bits"]
+            self.progress.finished(name, event["seconds"][worker.names[0]])
+            return True
+        elif what == "exit":
+            self._fail(worker.names, event["error"])
+            return True
+        return False
+
+    def _fail(self, names: Sequence[str], error: str) -> None:
+        if LAYER in names:
+            raise ReferenceFailed(
+                f"Hugging Face's layer could not be run, so there is nothing to compare with: {error}"
+            )
+        for name in names:
+            if name not in self.errors:
+                self.errors[name] = error
+                self.progress.failed(title(name), error)
+
+
+def title(name: str) -> str:
+    """How progress names an implementation."""
+    return "hugging face" if name in REFERENCES else name
+
+
+# ----------------------------------------------------------------------------------------------------------- document
+
+
+def assemble(
+    results: Sequence[tuple[Case, list[Judged], Judging]], settings: Sequence[Setting], workers: Workers, command: str
+) -> dict[str, Any]:
+    """The artifact of a run, from the judged comparisons of each case (one for each layer)."""
+    case, _, judge = results[0]
+    headline = max(settings, key=lambda s: (s.input == "chapter", s.rope == "neutral", s.dtype == "float32"))
+    noise = judge.tolerances[headline].result() if headline in judge.tolerances else None
+    everything = [each for _, judged, _ in results for each in judged]
+    frameworks = {}
+    for name in workers.names:
+        entry = judging.verdict(name, everything, headline, noise, case.config.head_dim)
+        entry["error"] = workers.errors.get(name)
+        entry["match"] = entry["match"] and entry["error"] is None
+        entry["seconds"] = workers.seconds.get(name)
+        entry["not_checked"] = judging.not_checked(name, settings, everything)
+        frameworks[name] = entry
+    checks = [row._asdict() for case, judged, _ in results for each in judged for row in judging.rows(each, case.layer)]
+    pairwise = judging.pairwise(everything, headline, workers.names)
+    ran = [entry for entry in frameworks.values() if entry["max_abs_diff"] is not None]
+    match = all(entry["match"] for entry in frameworks.values()) and all(row["match"] for row in checks)
+    status = artifact.exit_status(frameworks)
+    versions = environment.versions()
+    B, T, _ = case.inputs[headline.input]["hidden_states"].shape
+    return {
+        "schema_version": artifact.SCHEMA_VERSION,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": command,
+        "model": case.source.get("model") or case.name,
+        "layers": [case.layer for case, _, _ in results],
+        "batch_size": B,
+        "seq_len": T,
+        "setting": headline._asdict(),
+        "match": match,
+        "exit_status": status if match or status else 1,
+        "max_abs_diff": max((entry["max_abs_diff"] for entry in ran), default=None),
+        "mean_abs_diff": max((entry["mean_abs_diff"] for entry in ran), default=None),
+        "frameworks": frameworks,
+        "pairwise": pairwise,
+        "scaling": scaling.measure() | {"parameters": scaling.parameters(case.config)},
+        "weights": {
+            "source": case.source,
+            "description": case.describe(),
+            "sha256": case.sha256["weights"]
+            if len(results) == 1
+            else {str(c.layer): c.sha256["weights"] for c, _, _ in results},
+        },
+        "inputs": {name: {**case.made[name], "sha256": case.sha256[name]} for name in case.inputs},
+        "reference": {
+            "class": "transformers.models.qwen3.modeling_qwen3.Qwen3Attention",
+            "attn_implementation": "eager",
+            "versions": {name: versions[name] for name in ("transformers", "torch")},
+            "seconds": workers.seconds.get(LAYER),
+        },
+        "environment": environment.describe(next(filter(None, workers.accelerators.values()), None))
+        | {"versions": versions, "matmul_bits": {name: bits["float32"] for name, bits in workers.matmul_bits.items()}},
+        "checks": checks,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""The gates: each judges a trace against the truth and returns findings. NumPy only, and nothing here runs an implementation.
+
+    structure   float64, end to end: is it the same mathematics?
+    tolerance   float32, end to end: is the difference what rounding makes it, and no more?
+
+A trace is a flat dict of arrays: stages by the names of `impls.spec.STAGES`, gradients by those of `GRADIENTS`.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from impls.spec import GRADIENTS, STAGES
+
+Array = np.ndarray
+Trace = Mapping[str, Array]
+
+EQUATION = {stage.name: stage.equation for stage in STAGES} | GRADIENTS
+NAMES = tuple(EQUATION)
+"""Every name of a whole trace, in the order in which it is computed."""
+
+_LETTERS = {stage.name: stage.shape for stage in STAGES}
+
+
+class Finding(NamedTuple):
+    """What a gate saw at one stage or gradient: a measured value against its limit, both dimensionless or in its unit."""
+
+    stage: str
+    measure: str
+    value: float
+    limit: float
+    where: tuple[int, ...] | None = None  # index of the worst element
+
+    @property
+    def match(self) -> bool:
+        """Whether the value keeps the limit; NaN does not."""
+        return bool(self.value <= self.limit)
+
+
+def letters(name: str) -> str:
+    """The dimension key of a trace's entry: "BTNH" for q_proj and d_q_proj, "" for the gradient of a weight."""
+    if name == "d_hidden_states":
+        return "BTD"
+    return _LETTERS.get(name.removeprefix("d_"), "")
+
+
+def direction(name: str) -> str:
+    """Whether the entry arises going forward or backward."""
+    return "backward" if name in GRADIENTS else "forward"
+
+
+def usable(trace: Trace, truth: Trace, expected: Collection[str]) -> tuple[list[str], list[Finding]]:
+    """The names that can be compared, and a finding for each that cannot: missing, unknown, misshapen or not finite.
+
+    Without this a missing stage, a broadcast shape or a NaN would pass in silence.
+    """
+    names, findings = [], []
+    for name in [*NAMES, *(name for name in trace if name not in EQUATION)]:
+        if name not in trace:
+            fault = "missing" if name in expected else None
+        elif name not in EQUATION:
+            fault = "unknown"
+        elif name not in truth:
+            continue
+        elif trace[name].shape != truth[name].shape:
+            fault = "shape"
+        elif not np.isfinite(compared(name, trace[name])).all():
+            fault = "not finite"
+        else:
+            names.append(name)
+            continue
+        if fault:
+            findings.append(Finding(name, fault, np.inf, 0.0))
+    return names, findings
+
+
+def visible(shape: tuple[int, ...]) -> Array:
+    """3.10: which keys a query may see, [T, S], for an array [..., T, S] whose last query stands at the last key."""
+    T, S = shape[-2:]
+    return np.tri(T, S, S - T, dtype=bool)
+
+
+def compared(name: str, value: Array) -> Array:
+    """The value with what is not compared taken as zero: masked_scores where the future is (−∞, or a finite mask)."""
+    return np.where(visible(value.shape), value, 0) if name == "masked_scores" else value
+
+
+def difference(name: str, value: Array, truth: Array) -> Array:
+    """value − truth in float64 where the two are compared."""
+    return compared(name, value).astype(np.float64) - compared(name, truth)

@@ -1,0 +1,479 @@
+"""Gate T, tolerance: what rounding can make of a run in float32, end to end, derived from the case and not guessed.
+
+The float64 reference is run K times with zero-mean noise injected at every observed stage, forward and backward, of the
+variance that rounding has there. The spread of what comes out is σ, for every element of every stage and gradient.
+A correct implementation stays within a few σ; which few follows from the number of elements and from δ.
+
+The variances follow from one model: each operation rounds by a relative error uniform in ±u, of variance h = u²/3, and
+in a sum of n terms the k-th partial sum is rounded too, so that a product y = Σ a b has, with Q = Σ a² b²,
+
+    Var(y) = h [(n/3 + 1) y² + (n/6 + 1) Q]
+
+Notation: i = keys visible to a query (row + 1), j = G (T − column) the terms that reach a key, δ = Σ p dp, x̂ = x/rms(x).
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from harness.gates import Array, Finding, Trace, compared, difference, usable, visible
+from impls.spec import AttentionConfig
+
+DELTA = 1e-6
+"""The chance, by the model, that one tensor of a correct run has an element beyond its limit."""
+TAIL = 1.75
+"""Errors are products and sums of few terms: their tails fall as exp(−1.75 |e|/σ), not as a Gaussian's."""
+NORMAL_QUANTILE = 4.75
+"""One-sided, of the chi-square approximation behind κ: about 1e-6, as DELTA."""
+BYTES = 256 * 2**20
+"""Memory for the samples of one chunk; long sequences are sampled in several."""
+
+Forward = Callable[..., tuple[Array, dict]]
+Backward = Callable[..., dict[str, Array]]
+Part = tuple[Array, tuple[int, ...]]  # standard deviation, and the shape in which its noise is drawn (1: shared)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The spread of one stage or gradient: σ for each element, and κ, how far an rms may lie above rms(σ)."""
+
+    sigma: Array
+    kappa: float
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """The spread of every stage and gradient of a case, for one unit roundoff u."""
+
+    spreads: dict[str, Spread]
+    unit_roundoff: float
+    samples: int
+    seed: int
+
+    def limits(self, name: str, rounded: bool) -> tuple[float, float]:
+        """Limits of rms(error) and of max |error|/σ; an error between two rounded results has twice the variance."""
+        spread = self.spreads[name]
+        lam = math.log(spread.sigma.size / DELTA) / TAIL
+        rms = spread.kappa * _rms(spread.sigma)
+        return (math.sqrt(2) * rms, 2 * lam) if rounded else (rms, lam)
+
+
+# ------------------------------------------------------------------------------------------------------------- judging
+
+
+def judge(trace: Trace, other: Trace, tolerance: Tolerance, expected: Collection[str], rounded: bool) -> list[Finding]:
+    """Two findings for each stage and gradient: rms(error) and max |error|/σ, each against its derived limit.
+
+    Args: `other` is the float64 truth, or (with `rounded`) the Hugging Face layer or another implementation in the same
+    dtype as `trace`; entries that only one of the two has are an error only where they are `expected`.
+    """
+    names, findings = usable(trace, other, expected)
+    for name in names:
+        rms, ratio, where = _errors(name, trace[name], other[name], tolerance.spreads[name].sigma)
+        rms_limit, max_limit = tolerance.limits(name, rounded)
+        findings.append(Finding(name, "rms", rms, rms_limit, where))
+        findings.append(Finding(name, "max/sigma", ratio, max_limit, where))
+    return findings
+
+
+def _errors(name: str, value: Array, truth: Array, sigma: Array) -> tuple[float, float, tuple[int, ...]]:
+    """rms(error), max |error|/σ and where, taken in blocks that stay in the cache (weight gradients have millions)."""
+    tiny = float(np.finfo(value.dtype).tiny)  # below the normal numbers, rounding is absolute
+    if name == "masked_scores":
+        value, truth = compared(name, value), compared(name, truth)
+    flat = [np.ascontiguousarray(x).reshape(-1) for x in (value, truth, sigma)]
+    square, worst, at = 0.0, -1.0, 0
+    for start in range(0, value.size, 65536):
+        v, t, s = (x[start : start + 65536] for x in flat)
+        error = np.subtract(v, t, dtype=np.float64)
+        square += float(error @ error)
+        ratio = np.abs(error, out=error)
+        ratio /= s + tiny
+        index = int(np.argmax(ratio))
+        if ratio[index] > worst:
+            worst, at = float(ratio[index]), start + index
+    return math.sqrt(square / value.size), worst, tuple(map(int, np.unravel_index(at, value.shape)))
+
+
+# ------------------------------------------------------------------------------------------------------------ sampling
+
+
+def sample(
+    forward: Forward,
+    backward: Backward,
+    weights: Mapping[str, Array],
+    inputs: Mapping[str, Array],
+    d_output: Array,
+    config: AttentionConfig,
+    unit_roundoff: float = 2.0**-24,
+    seed: int = 0,
+    fused: bool = False,
+) -> Tolerance:
+    """Run the reference K times in float64 with rounding noise and measure the spread of every stage and gradient.
+
+    Args: the reference's two functions, unpatched; a case's arrays in float64. `fused`: for kernels that recompute the
+    probabilities before their backward. K = 32, or 8 where B·T ≥ 128 (each row of a tensor is then a sample too).
+    """
+    rng = np.random.default_rng(seed)
+    clean = _trace(forward, backward, weights, inputs, d_output, config)
+    noise = Noise(clean, weights, inputs, d_output, config, unit_roundoff, fused)
+    B, T = d_output.shape[:2]
+    samples = 32 if B * T < 128 else 8
+    tally = _Tally(clean, noise, samples, keep=B * T <= 4 * samples)
+
+    bytes_per_sample = 4 * 8 * sum(value.size for name, value in clean.items() if not name.endswith("weight"))
+    for count in _chunks(samples, max(1, BYTES // bytes_per_sample)):
+        seen: dict[str, Array] = {}
+
+        def observe(name: str, value: Array, count: int = count, seen: dict[str, Array] = seen) -> Array:
+            if len(value) < count * B:  # what depends on no sample is computed once
+                value = _tile(value, count)
+            value = noise.add(name, value, count, rng)
+            seen[name] = value.reshape(count, *clean[name].shape)
+            if name == "d_hidden_states":
+                raise _Enough  # the weights' gradients would be summed over all samples; the tally forms each one's own
+            return value
+
+        tables = {name: _tile(inputs[name], count) for name in ("cos", "sin")}
+        cache = forward(weights, {**inputs, **tables}, config, observe)[1]
+        if fused:
+            cache["a"] = noise.add("recomputed probs", cache["a"], count, rng)
+        with contextlib.suppress(_Enough):
+            backward(d_output, cache, observe)
+        tally.add(seen)
+    return Tolerance(tally.spreads(), unit_roundoff, samples, seed)
+
+
+class _Enough(Exception):
+    """Ends a backward whose remaining gradients are not wanted."""
+
+
+def _trace(forward: Forward, backward: Backward, weights, inputs, d_output, config) -> dict[str, Array]:  # type: ignore[no-untyped-def]
+    """Every stage and gradient of the reference, as it is."""
+    trace: dict[str, Array] = {}
+
+    def observe(name: str, value: Array) -> Array:
+        trace[name] = value
+        return value
+
+    backward(d_output, forward(weights, inputs, config, observe)[1], observe)
+    return trace
+
+
+def _tile(value: Array, count: int) -> Array:
+    """[B, …] -> [count·B, …], the samples as one larger batch."""
+    return np.tile(value, (count,) + (1,) * (value.ndim - 1))
+
+
+def _chunks(total: int, size: int) -> Iterator[int]:
+    while total > 0:
+        yield min(size, total)
+        total -= size
+
+
+def _rms(value: Array) -> float:
+    flat = value.reshape(-1)
+    return math.sqrt(float(np.dot(flat, flat)) / flat.size)
+
+
+class _Tally:
+    """Gathers the samples' deviations from the clean run: Σ e² for each element, and each sample's mean square."""
+
+    def __init__(self, clean: dict[str, Array], noise: "Noise", samples: int, keep: bool):
+        self.clean, self.noise, self.samples, self.keep = clean, noise, samples, keep
+        self.square = {name: np.zeros_like(value) for name, value in clean.items()}
+        self.means: dict[str, list[float]] = {name: [] for name in clean}
+        self.kept: dict[str, list[Array]] = {name: [] for name in noise.weight_factors}
+
+    def add(self, seen: dict[str, Array]) -> None:
+        """A chunk of samples, each entry [count, …]."""
+        for name, values in seen.items():
+            self._add(name, compared(name, values) - compared(name, self.clean[name]))
+        for path in ("q", "k"):
+            x = seen[f"{path}_proj"]
+            x_hat = x * self.noise.inverse_rms(x)
+            total = np.sum(seen[f"d_{path}_norm"] * x_hat, axis=(1, 2, 3))
+            self._add(f"d_{path}_norm.weight", total - self.clean[f"d_{path}_norm.weight"])
+        for name, (left, right, noisy) in self.noise.weight_factors.items():
+            rows = seen[noisy].reshape(len(seen[noisy]), len(left), -1)
+            if self.keep:
+                self.kept[name].append(rows - (left if noisy != "heads" else right))
+                continue
+            for row in rows:
+                error = (row - left).T @ right if noisy != "heads" else left.T @ (row - right)
+                self._add(name, error[None])
+
+    def _add(self, name: str, errors: Array) -> None:
+        flat = errors.reshape(len(errors), -1)
+        self.square[name] += np.einsum("ke,ke->e", flat, flat).reshape(self.square[name].shape)
+        self.means[name] += (np.einsum("ke,ke->k", flat, flat) / flat.shape[1]).tolist()
+
+    def spreads(self) -> dict[str, Spread]:
+        """σ² = the samples' mean square, smoothed half by its row's mean; what a sample cannot show is added."""
+        spreads = {}
+        for name, square in self.square.items():
+            if self.kept.get(name):
+                variance, means = self._covariance(name)
+            else:
+                variance, means = square / self.samples, np.array(self.means[name])
+            if name.endswith("weight"):
+                local = self.noise.weight_variance[name]
+                variance, means = variance + local, means + np.mean(local)
+            spreads[name] = Spread(np.sqrt(_smooth(name, variance)).astype(np.float32), _kappa(means))
+        return spreads
+
+    def _covariance(self, name: str) -> tuple[Array, Array]:
+        """The samples' variance of a weight's gradient without forming any: Var_ab = Σ_tt' X_ta X_t'a C_b[tt'].
+
+        C_b is the samples' covariance over tokens of the noisy factor's column b. Also each sample's mean square.
+        """
+        left, right, noisy = self.noise.weight_factors[name]
+        exact = left if noisy == "heads" else right
+        errors = np.concatenate(self.kept[name])  # [K, BT, columns]
+        tokens = len(exact)
+        covariance = np.einsum("ktb,kub->tub", errors, errors, optimize=True) / len(errors)
+        pairs = (exact[:, None, :] * exact[None, :, :]).reshape(tokens**2, -1)
+        variance = covariance.reshape(tokens**2, -1).T @ pairs  # [columns of noisy, columns of exact]
+        gram = exact @ exact.T
+        means = np.einsum("ktb,tu,kub->k", errors, gram, errors, optimize=True) / variance.size
+        return (variance.T if noisy == "heads" else variance), means
+
+
+def _smooth(name: str, variance: Array) -> Array:
+    """½ σ² + ½ its row's mean, over the keys that are visible where the row is one of scores."""
+    if "scores" in name or name == "probs":
+        seen = visible(variance.shape)
+        mean = np.sum(variance * seen, axis=-1, keepdims=True) / np.sum(seen, axis=-1, keepdims=True)
+        return np.where(seen, (variance + mean) / 2, variance)
+    return (variance + np.mean(variance, axis=-1, keepdims=True)) / 2
+
+
+def _kappa(means: Array) -> float:
+    """How far above rms(σ) a correct rms may lie: few degrees of freedom carry it where one large token dominates.
+
+    ν = 2 mean²/var of the samples' mean squares; the quantile of χ²_ν / ν by Wilson and Hilferty's cube root.
+    """
+    mean, variance = float(np.mean(means)), float(np.var(means, ddof=1))
+    if mean == 0 or variance == 0:
+        return 1.0
+    spread = 2 / (9 * (2 * mean**2 / variance))
+    return float((1 - spread + NORMAL_QUANTILE * math.sqrt(spread)) ** 1.5)
+
+
+# --------------------------------------------------------------------------------------------------- the noise of rounding
+
+
+class Noise:
+    """The rounding noise of every stage and gradient, from the clean float64 values around it.
+
+    A stage's noise is a sum of parts: a standard deviation for each element, times normal numbers of a shape in which
+    an axis of 1 is shared (all of a head's elements move together when their rms was rounded).
+    """
+
+    def __init__(
+        self,
+        clean: Mapping[str, Array],
+        weights: Mapping[str, Array],
+        inputs: Mapping[str, Array],
+        d_output: Array,
+        config: AttentionConfig,
+        unit_roundoff: float,
+        fused: bool,
+    ):
+        self.h = unit_roundoff**2 / 3
+        self.t, self.w, self.config = clean, weights, config
+        self.x, self.d_output = inputs["hidden_states"], d_output
+        self.cos, self.sin = inputs["cos"][:, :, None], inputs["sin"][:, :, None]
+        self.T = d_output.shape[1]
+        self.i = np.arange(1, self.T + 1)[:, None]  # [T, 1]: keys that a query sees
+        self.j = config.num_key_value_groups * np.arange(self.T, 0, -1)[:, None, None]  # [S, 1, 1]: terms of a key
+        self.parts: dict[str, list[Part]] = {}
+        self.weight_factors = self._weight_factors()
+        self.weight_variance = {name: self._weight_variance(name) for name in clean if name.endswith("weight")}
+        self._forward()
+        self._backward()
+        if fused:
+            self._fused()
+        rows, self.distinct = np.unique(self.x.reshape(-1, self.x.shape[-1]), axis=0, return_inverse=True)
+        self.equal_rows = len(rows) < len(self.distinct)
+
+    def add(self, name: str, value: Array, count: int, rng: np.random.Generator) -> Array:
+        """The value [count·B, …] with a fresh draw of its noise for each of the count samples."""
+        noisy = value
+        for deviation, shape in self.parts.get(name, []):
+            z = self._draw(name, (count, *shape), rng)
+            noise = deviation * z
+            if name == "probs":  # noise before the normaliser: what all share, it takes out again
+                noise -= self.t["probs"] * np.sum(noise, axis=-1, keepdims=True)
+            noisy = noisy + noise.reshape(-1, *noise.shape[2:])
+        if name == "probs":
+            for deviation, shape in self.parts["probs normalised"]:
+                noise = deviation * self._draw(name, (count, *shape), rng)
+                noisy = noisy + noise.reshape(-1, *noise.shape[2:])
+        return noisy
+
+    def _draw(self, name: str, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
+        """Normal numbers; for projections and norms once per distinct row of the input, since equal rows round equally."""
+        if self.equal_rows and name in ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm"):
+            count, B, T, *rest = shape
+            z = rng.standard_normal((count, int(self.distinct.max()) + 1, *rest), dtype=np.float32)
+            return z[:, self.distinct.reshape(-1)].reshape(shape)
+        return rng.standard_normal(shape, dtype=np.float32)
+
+    def product(self, y: Array, Q: Array, n: Array | float) -> Array:
+        """P(y, Q; n), the variance of a product y of inner length n."""
+        return self.h * ((n / 3 + 1) * y**2 + (n / 6 + 1) * Q)
+
+    def inverse_rms(self, x: Array) -> Array:
+        """1/rms over the last axis, keeping it."""
+        return 1 / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + self.config.rms_norm_eps)
+
+    def _set(self, name: str, *variances: Array) -> None:
+        """Independent noise in every element."""
+        total = sum(variances)
+        self.parts[name] = [(np.sqrt(total), total.shape)]
+
+    def _forward(self) -> None:
+        t, w, h, H, N = self.t, self.w, self.h, self.config.head_dim, self.config.num_attention_heads
+        D = self.config.hidden_size
+        for name in ("q_proj", "k_proj", "v_proj"):
+            self._set(name, self.product(t[name], (self.x**2 @ w[f"{name}.weight"].T ** 2).reshape(t[name].shape), D))
+        for path in ("q", "k"):
+            y, row = t[f"{path}_norm"], (*t[f"{path}_norm"].shape[:3], 1)
+            self.parts[f"{path}_norm"] = [
+                (np.sqrt((H / 12 + 2.75) * h) * np.abs(y), row),
+                (np.sqrt(2 * h) * np.abs(y), y.shape),
+            ]
+            self._set(f"{path}_rope", self._rotation(y, self.sin * _rotate(y)))
+
+        s, p, o = t["scores"], t["probs"], t["heads"]
+        qk = _by_head(t["q_rope"]) ** 2 @ self._shared("k_rope").swapaxes(-1, -2) ** 2 / H
+        self.var_scores = self.product(s, qk, H) + 3 * h * s**2
+        self._set("scores", self.var_scores)
+        m = np.max(np.where(visible(s.shape), s, -np.inf), axis=-1, keepdims=True)
+        exp = np.sqrt(h * (2 * (m - s) ** 2 + 6.75))
+        self.parts["probs"] = [(p * exp, p.shape)]
+        self.parts["probs normalised"] = [
+            (p * np.sqrt(h * ((self.i + 1) / 3 + 1)), (*p.shape[:-1], 1)),
+            (p * np.sqrt(h), p.shape),
+        ]
+        pv = _by_head(p**2 @ self._shared("v_proj") ** 2)
+        self.var_heads = self.product(o, pv, self.i[:, :, None])
+        self._set("heads", self.var_heads)
+        o2 = o.reshape(*self.x.shape[:2], -1) ** 2
+        self._set("output", self.product(t["output"], o2 @ w["o_proj.weight"].T ** 2, N * H))
+
+    def _backward(self) -> None:
+        t, w, h, H, D = self.t, self.w, self.h, self.config.head_dim, self.config.hidden_size
+        N, K = self.config.num_attention_heads, self.config.num_key_value_heads
+        p, o, d_o, dp, ds = t["probs"], t["heads"], t["d_heads"], t["d_probs"], t["d_masked_scores"]
+        i, j = self.i, self.j
+        self._set(
+            "d_heads",
+            self.product(d_o, (self.d_output**2 @ w["o_proj.weight"] ** 2).reshape(d_o.shape), D),
+        )
+        var_dp = self.product(dp, _by_head(d_o) ** 2 @ self._shared("v_proj").swapaxes(-1, -2) ** 2, H)
+        self._set("d_probs", var_dp)
+        pd = self._summed(p.swapaxes(-1, -2) ** 2 @ _by_head(d_o) ** 2)
+        self._set("d_v_proj", self.product(t["d_v_proj"], pd, j))
+
+        terms = p * dp
+        delta, terms2 = np.sum(terms, axis=-1, keepdims=True), np.sum(terms**2, axis=-1, keepdims=True)
+        do2, do_var = (
+            np.sum(_by_head(x), axis=-1, keepdims=True) for x in ((d_o * o) ** 2, d_o**2 * self.var_heads)
+        )
+        var_delta = np.sum(p**2 * var_dp, axis=-1, keepdims=True) + do_var
+        var_delta = var_delta + h * ((H / 3 + 1) * delta**2 + (H / 6 + 1) * do2)
+        row = np.sqrt(h * ((i / 3 + 1) * delta**2 + (i / 6 + 2) * terms2) + var_delta)
+        element = np.sqrt(h * (2 * terms**2 + 2 * p**2 * delta**2 + ds**2))
+        self.parts["d_masked_scores"] = [(p * row, row.shape), (element, p.shape)]
+
+        y = {path: t[f"d_{path}_rope"] for path in ("q", "k")}
+        q2 = _by_head(ds**2 @ self._shared("k_rope") ** 2) / H
+        k2 = self._summed(ds.swapaxes(-1, -2) ** 2 @ _by_head(t["q_rope"]) ** 2) / H
+        self._set("d_q_rope", self.product(y["q"], q2, i[:, :, None]), 3 * h * y["q"] ** 2)
+        self._set("d_k_rope", self.product(y["k"], k2, j), 3 * h * y["k"] ** 2)
+        for path in ("q", "k"):
+            d = y[path]
+            self._set(f"d_{path}_norm", self._rotation(d, _rotate(d * self.sin)))
+            self._rms_norm_backward(path)
+        Q = sum(
+            t[f"d_{name}"].reshape(*self.x.shape[:2], -1) ** 2 @ w[f"{name}.weight"] ** 2
+            for name in ("q_proj", "k_proj", "v_proj")
+        )
+        self._set("d_hidden_states", self.product(t["d_hidden_states"], np.asarray(Q), (N + 2 * K) * H))
+
+    def _rms_norm_backward(self, path: str) -> None:
+        """d_x = r (g − x̂ b), b = mean(g x̂): noise of r, shared, of b, shared, and of each element."""
+        h, H, x = self.h, self.config.head_dim, self.t[f"{path}_proj"]
+        r = self.inverse_rms(x)
+        x_hat, g = x * r, self.t[f"d_{path}_norm"] * self.w[f"{path}_norm.weight"]
+        b = np.mean(g * x_hat, axis=-1, keepdims=True)
+        t1, t2, y = r * g, r * x_hat * b, self.t[f"d_{path}_proj"]
+        s = np.sqrt(h * ((H / 3 + 1) * b**2 + (H / 6 + 3) * np.sum((g * x_hat / H) ** 2, axis=-1, keepdims=True)))
+        self.parts[f"d_{path}_proj"] = [
+            (np.sqrt((H / 12 + 2.75) * h) * (t1 - 3 * t2), b.shape),
+            (r * x_hat * s, b.shape),
+            (np.sqrt(h * (3 * t1**2 + 4 * t2**2 + y**2)), y.shape),
+        ]
+
+    def _rotation(self, x: Array, turned: Array) -> Array:
+        """RoPE's variance, forward (turned = rot(x) sin) and transposed (turned = rot^T(x sin))."""
+        return 2 * self.h * (0.7 * (np.abs(x * self.cos) + np.abs(turned))) ** 2
+
+    def _fused(self) -> None:
+        """A fused kernel recomputes p = exp(s − lse) before its backward."""
+        t, h = self.t, self.h
+        s, seen = t["scores"], visible(t["scores"].shape)
+        z = np.where(seen, s, -np.inf)
+        m = np.max(z, axis=-1, keepdims=True)
+        lse = m + np.log(np.sum(np.exp(z - m), axis=-1, keepdims=True))
+        deviation = t["probs"] * np.sqrt(2 * self.var_scores + h * (s**2 + lse**2 + 6.75))
+        self.parts["recomputed probs"] = [(deviation, s.shape)]
+
+    def _weight_factors(self) -> dict[str, tuple[Array, Array, str]]:
+        """A weight's gradient is left^T right, [BT, out] and [BT, in]; and which of the two is noisy."""
+        t, rows = self.t, self.x.shape[0] * self.x.shape[1]
+        x = self.x.reshape(rows, -1)
+        factors = {
+            f"d_{name}.weight": (t[f"d_{name}"].reshape(rows, -1), x, f"d_{name}")
+            for name in ("q_proj", "k_proj", "v_proj")
+        }
+        return factors | {
+            "d_o_proj.weight": (self.d_output.reshape(rows, -1), t["heads"].reshape(rows, -1), "heads")
+        }
+
+    def _weight_variance(self, name: str) -> Array:
+        """What the sums over batch and positions add of their own."""
+        y = self.t[name]
+        if name in self.weight_factors:
+            left, right, _ = self.weight_factors[name]
+            return self.product(y, left.T**2 @ right**2, len(left))
+        path = name[2]
+        x = self.t[f"{path}_proj"]
+        terms2 = np.sum((self.t[f"d_{path}_norm"] * x * self.inverse_rms(x)) ** 2, axis=(0, 1, 2))
+        n, H = x.shape[0] * x.shape[1] * x.shape[2], self.config.head_dim
+        return self.h * ((n / 3 + 1) * y**2 + (n / 6 + 3 + H / 12 + 2.75) * terms2)
+
+    def _shared(self, name: str) -> Array:
+        """A key/value stage as every query head reads it, [B, N, S, H]."""
+        return _by_head(np.repeat(self.t[name], self.config.num_key_value_groups, axis=2))
+
+    def _summed(self, x_BNSH: Array) -> Array:
+        """Summed over the query heads that share a key/value head, [B, S, K, H]."""
+        B, N, S, H = x_BNSH.shape
+        G = self.config.num_key_value_groups
+        return _by_head(x_BNSH.reshape(B, N // G, G, S, H).sum(axis=2))
+
+
+def _by_head(x: Array) -> Array:
+    """[B, T, N, H] <-> [B, N, T, H]."""
+    return x.transpose(0, 2, 1, 3)
+
+
+def _rotate(x: Array) -> Array:
+    """|rot(x)|: the halves exchanged; signs play no part in a variance."""
+    return np.roll(x, x.shape[-1] // 2, axis=-1)

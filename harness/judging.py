@@ -1,0 +1,308 @@
+"""Puts traces before the gates as they land, and makes rows of evidence and verdicts of what the gates find.
+
+The truth is Hugging Face's eager layer in float64. An implementation is compared
+
+    in float64 with the truth                      gate S, and 3.9 with the Jacobian built in full
+    in float32 with the truth                      gate T: its own rounding
+    in float32 with the layer, and each other      gate T: the rounding of two
+"""
+
+import itertools
+import math
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from harness.artifact import Row, judged
+from harness.case import Case
+from harness.gates import EQUATION, NAMES, Finding, Trace, difference, direction, letters, structure, tolerance
+from harness.runners import Setting, fetch, shown
+from impls import numpy_attention
+
+LAYER = "hf-eager"
+"""Hugging Face's layer: in a row's `against`, in the row's own dtype."""
+TRUTH, JACOBIAN = "truth", "jacobian"
+"""In a row's `against`: the layer in float64; and, for 3.9, the Jacobian built in full."""
+
+RULE = (
+    "rounding noise injected at every stage of the float64 reference gives σ for each element; "
+    "rms(error) ≤ κ rms(σ) and |error| ≤ λ σ with λ = ln(N/δ)/1.75, against the truth; √2 κ and 2 λ between two "
+    "rounded results"
+)
+
+
+class Key(NamedTuple):
+    """One trace of a case."""
+
+    name: str
+    setting: Setting
+
+
+class Comparison(NamedTuple):
+    """One trace before one gate: against the truth, the layer, or another implementation, in the same setting."""
+
+    name: str
+    against: str
+    setting: Setting
+
+    @property
+    def gate(self) -> str:
+        """Which gate: in float64 nothing but structure is left to see."""
+        return "structure" if self.setting.dtype == "float64" else "tolerance"
+
+    def keys(self) -> tuple[Key, Key]:
+        """The two traces."""
+        if self.against == TRUTH:
+            return Key(self.name, self.setting), Key(LAYER, self.setting._replace(dtype="float64"))
+        return Key(self.name, self.setting), Key(self.against, self.setting)
+
+
+class Judged(NamedTuple):
+    """What a gate found, and how far the outputs are apart: largest and mean absolute difference, in the output's unit."""
+
+    comparison: Comparison
+    findings: list[Finding]
+    max_abs: float
+    mean_abs: float
+
+
+def comparisons(names: Sequence[str], settings: Iterable[Setting]) -> Iterator[Comparison]:
+    """Every comparison to make between implementations and the layer, itself not among `names`."""
+    for setting in settings:
+        if setting.dtype == "float64":
+            yield from (Comparison(name, TRUTH, setting) for name in names)
+        else:
+            yield from (Comparison(name, TRUTH, setting) for name in [LAYER, *names])
+            yield from (Comparison(name, LAYER, setting) for name in names)
+            yield from (Comparison(name, other, setting) for name, other in itertools.combinations(names, 2))
+
+
+class Judging:
+    """The comparisons of one case, each made as soon as its two traces have landed.
+
+    names: the implementations, without the layer itself. pool: where comparisons and noise samples run.
+    """
+
+    def __init__(self, case: Case, names: Sequence[str], settings: Sequence[Setting], pool: Executor):
+        self.case, self.pool = case, pool
+        self.waiting = list(comparisons(names, settings))
+        self.uses = Counter(key for comparison in self.waiting for key in comparison.keys())
+        self.files: dict[Key, Mapping[str, str]] = {}
+        self.traces: dict[Key, Trace] = {}
+        self.lock = threading.Lock()
+        self.results: list[Future[Judged]] = []
+        self.tolerances = {
+            setting: pool.submit(self._sample, setting) for setting in settings if setting.dtype != "float64"
+        }
+
+    def land(self, name: str, setting: Setting, files: Mapping[str, str]) -> None:
+        """A trace has been written."""
+        self.files[Key(name, setting)] = files
+        ready = [comparison for comparison in self.waiting if set(comparison.keys()) <= self.files.keys()]
+        self.waiting = [comparison for comparison in self.waiting if comparison not in ready]
+        self.results += [self.pool.submit(self._judge, comparison) for comparison in ready]
+
+    def finish(self) -> list[Judged]:
+        """Wait for all that could be compared; what never landed stays in `waiting`."""
+        return [result.result() for result in self.results]
+
+    def _sample(self, setting: Setting) -> tolerance.Tolerance:
+        """Gate T's noise, from the NumPy reference in float64 as this process has it: unpatched."""
+        weights, inputs, d_output = self.case.arrays(setting.input, setting.rope, "float64")
+        return tolerance.sample(
+            numpy_attention.forward, numpy_attention.backward, weights, inputs, d_output, self.case.config
+        )
+
+    def _judge(self, comparison: Comparison) -> Judged:
+        name, setting, keys = comparison.name, comparison.setting, comparison.keys()
+        trace, other = (self._fetch(key) for key in keys)
+        if comparison.gate == "structure":
+            weights, inputs, _ = self.case.arrays(*setting)
+            findings = structure.judge(trace, other, weights, inputs, self.case.config, shown(name))
+            if {"probs", "d_probs", "d_masked_scores"} <= trace.keys():
+                findings.append(structure.judge_jacobian(trace, numpy_attention.softmax_jacobian))
+        else:
+            noise = self.tolerances[setting].result()
+            findings = tolerance.judge(trace, other, noise, shown(name), rounded=comparison.against != TRUTH)
+        error = np.array(math.inf)
+        if "output" in trace and trace["output"].shape == other["output"].shape:
+            error = np.abs(difference("output", trace["output"], other["output"]))
+        for key in keys:
+            self._release(key)
+        return Judged(comparison, findings, float(np.max(error)), float(np.mean(error)))
+
+    def _fetch(self, key: Key) -> Trace:
+        with self.lock:
+            if key not in self.traces:
+                self.traces[key] = fetch(self.files[key])
+            return self.traces[key]
+
+    def _release(self, key: Key) -> None:
+        """Let a trace go, and its large files, once every comparison has seen it."""
+        with self.lock:
+            self.uses[key] -= 1
+            if not self.uses[key]:
+                del self.traces[key]
+                for entry, file in self.files[key].items():
+                    if entry:
+                        Path(file).unlink()
+
+
+# ------------------------------------------------------------------------------------------------------- rows, verdicts
+
+
+def rows(result: Judged, layer: int) -> Iterator[Row]:
+    """A row of evidence for each finding."""
+    name, against, setting = result.comparison
+    for finding in result.findings:
+        yield judged(
+            finding.value,
+            finding.limit,
+            layer=layer,
+            **setting._asdict(),
+            framework=name,
+            against=JACOBIAN if finding.measure == JACOBIAN else against,
+            gate=result.comparison.gate,
+            stage=finding.stage,
+            equation=EQUATION.get(finding.stage, "none"),
+            direction=direction(finding.stage),
+            measure=finding.measure,
+        )
+
+
+def verdict(
+    name: str, results: Sequence[Judged], headline: Setting, noise: tolerance.Tolerance | None, head_dim: int
+) -> dict[str, Any]:
+    """An implementation's entry in the artifact's `frameworks`, from all its comparisons with the layer.
+
+    Args: `headline`, the setting of the figures; `noise`, the tolerance there (None where only float64 was run).
+    """
+    own = [
+        result for result in results if result.comparison.name == name and result.comparison.against in (TRUTH, LAYER)
+    ]
+    findings = [(result, finding) for result in own for finding in result.findings]
+    relative = [finding.value for _, finding in findings if finding.measure == "relative"]
+    against = TRUTH if headline.dtype == "float64" else LAYER
+    head = next((each for each in own if each.comparison == Comparison(name, against, headline)), None)
+    shares = [finding.value / finding.limit for each, finding in findings if each.comparison.gate == "tolerance"]
+    return {
+        "match": bool(findings) and all(finding.match for _, finding in findings),
+        "max_abs_diff": _number(head and head.max_abs),
+        "mean_abs_diff": _number(head and head.mean_abs),
+        "tolerance": noise and bounds(noise, _number(max(shares, default=None))),
+        "structure": _number(max(relative, default=None)),
+        "structure_limit": structure.LIMIT if relative else None,
+        "first_divergence": first_divergence([each for each in findings if not each[1].match], head_dim),
+        "not_checked": [],
+        "seconds": None,
+        "error": None,
+    }
+
+
+def bounds(noise: tolerance.Tolerance, share: float | None) -> dict[str, Any]:
+    """The tolerance of the output between two rounded results, and all that it was derived from."""
+    sigma = noise.spreads["output"].sigma
+    rms, lam = noise.limits("output", rounded=True)
+    return {
+        "max_abs": float(lam * np.max(sigma)),
+        "rms": rms,
+        "rule": RULE,
+        "unit_roundoff": noise.unit_roundoff,
+        "samples": noise.samples,
+        "seed": noise.seed,
+        "kappa": noise.spreads["output"].kappa,
+        "lambda": lam / 2,
+        "delta": tolerance.DELTA,
+        "largest_share": share,
+    }
+
+
+def first_divergence(failed: Sequence[tuple[Judged, Finding]], head_dim: int) -> dict[str, Any] | None:
+    """The failure that comes first: in float64 before float32, then in the order in which the layer computes."""
+    if not failed:
+        return None
+    order = {name: index for index, name in enumerate(NAMES)}
+    result, finding = min(
+        failed, key=lambda each: (each[0].comparison.gate != "structure", order.get(each[1].stage, len(order)))
+    )
+    name = finding.stage
+    head, position = where(name, finding.where, head_dim)
+    return {
+        "stage": name,
+        "equation": EQUATION.get(name, "none"),
+        "direction": direction(name),
+        "head": head,
+        "position": position,
+        "explanation": explanation(result, finding),
+    }
+
+
+def where(name: str, index: tuple[int, ...] | None, head_dim: int) -> tuple[int | None, int | None]:
+    """Head and position of an element: a key/value head for k and v, a query head elsewhere."""
+    if index is None:
+        return None, None
+    at = dict(zip(letters(name), index, strict=False))
+    if name in ("d_q_proj.weight", "d_k_proj.weight", "d_v_proj.weight"):
+        return index[0] // head_dim, None
+    if name == "d_o_proj.weight":
+        return index[1] // head_dim, None
+    return at.get("N", at.get("K")), at.get("T", at.get("S"))
+
+
+def explanation(result: Judged, finding: Finding) -> str:
+    """A sentence on what failed, for a person."""
+    name, setting = finding.stage, result.comparison.setting
+    if finding.measure in ("missing", "unknown", "shape", "not finite"):
+        return {
+            "missing": f"{name} was not returned.",
+            "unknown": f"{name} is no stage of the layer.",
+            "shape": f"{name} has another shape than the layer's.",
+            "not finite": f"{name} holds NaN or infinity.",
+        }[finding.measure]
+    if setting.dtype == "float64":
+        before = (
+            "All that is computed before it agrees." if direction(name) == "forward" else "The forward pass agrees."
+        )
+        if finding.measure == JACOBIAN:
+            return "The softmax's backward is not its Jacobian, transposed, times the gradient (3.9)."
+        return f"In float64 it is off by {finding.value:.1e} of its token's size: not rounding, another computation. {before}"
+    times = finding.value / finding.limit
+    return f"In {setting.dtype} it errs {times:.1f} times more than rounding allows, and in float64 it was not seen to."
+
+
+def pairwise(results: Iterable[Judged], headline: Setting, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """How far the implementations' outputs are apart at the headline setting, and whether all they share agrees."""
+    pairs: dict[str, dict[str, Any]] = {}
+    for result in results:
+        name, against, setting = result.comparison
+        if against not in names:
+            continue
+        pair = pairs.setdefault(f"{name}/{against}", {"max_abs_diff": None, "tolerance": None, "match": True})
+        pair["match"] &= all(finding.match for finding in result.findings)
+        if setting == headline:
+            pair["max_abs_diff"] = _number(result.max_abs)
+    return pairs
+
+
+def not_checked(name: str, settings: Sequence[Setting], results: Iterable[Judged]) -> list[str]:
+    """What no gate saw of an implementation, in words."""
+    missing = [entry for entry in NAMES if entry not in shown(name)]
+    said = [f"{', '.join(missing)}: a fused kernel does not show them"] if missing else []
+    made = {result.comparison for result in results}
+    for gate, dtype in (("structure", "float64"), ("tolerance", "float32")):
+        wanted = [setting for setting in settings if setting.dtype == dtype]
+        if not wanted:
+            said.append(f"{gate}: {dtype} was not asked for")
+        elif lost := [setting for setting in wanted if Comparison(name, TRUTH, setting) not in made]:
+            said.append(f"{gate}: {len(lost)} of {len(wanted)} runs in {dtype} ended without a result")
+    return said
+
+
+def _number(value: float | None) -> float | None:
+    """JSON has no NaN and no infinity."""
+    return value if value is not None and math.isfinite(value) else None

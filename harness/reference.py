@@ -1,0 +1,176 @@
+"""The reference: Hugging Face's own `Qwen3Attention`, one layer alone, forward and backward, with its own values recorded.
+
+Nothing is recomputed here: a `TorchFunctionMode` sees what the layer's code passes through `add`, `mul`, `matmul` and
+`softmax`, and forward hooks see what its modules return. The output is bit-identical with and without it.
+
+The same adapter runs on transformers 4.51 (the first with Qwen3) to the pinned release.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RotaryEmbedding
+
+from impls.spec import STAGES, WEIGHTS, AttentionConfig
+
+Array = np.ndarray
+PER_HEAD = {stage.name for stage in STAGES if stage.shape in ("BTNH", "BSKH")}
+CASTS_TO_FLOAT32 = {"eager": 3, "sdpa": 2}
+"""Its two RMSNorms cast to float32, and its eager softmax: these are undone to run the layer in true float64."""
+
+
+def run(
+    weights: Mapping[str, Array],
+    inputs: Mapping[str, Array],
+    d_output: Array,
+    config: AttentionConfig,
+    attn_implementation: str = "eager",
+    device: str = "cpu",
+) -> dict[str, Array]:
+    """The layer's trace: stages, their gradients, and the gradients of inputs and weights.
+
+    Args: arrays of one dtype, float32 or float64; `attn_implementation` "eager" or "sdpa" (whose fused kernel shows no
+    scores, masked_scores and probs). Shapes as in `impls.spec`; weights and their gradients are [out, in].
+    """
+    layer = attention(weights, config, attn_implementation).to(device)
+    x, cos, sin, d_y = (
+        torch.from_numpy(np.array(value)).to(device)
+        for value in (inputs["hidden_states"], inputs["cos"], inputs["sin"], d_output)
+    )
+    recorder = Recorder(config)
+    with recorder.attached(layer), recorder:
+        output = call(layer, x.requires_grad_(), cos, sin)
+    if x.dtype == torch.float64 and recorder.casts != CASTS_TO_FLOAT32[attn_implementation]:
+        raise RuntimeError(
+            f"transformers' {attn_implementation} layer cast to float32 {recorder.casts} times, not "
+            f"{CASTS_TO_FLOAT32[attn_implementation]}: its float64 run cannot be trusted with this release"
+        )
+    output.backward(d_y)
+
+    trace = {"output": output.detach()}
+    for name, value in recorder.stages.items():
+        assert value.grad is not None
+        trace |= {name: recorder.by_token(name, value.detach()), f"d_{name}": recorder.by_token(name, value.grad)}
+    trace["d_hidden_states"] = x.grad
+    trace |= {f"d_{name}": layer.get_parameter(name).grad for name in WEIGHTS}
+    return {name: value.cpu().contiguous().numpy() for name, value in trace.items()}
+
+
+def call(layer: torch.nn.Module, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """The layer's forward as the model calls it: [B,T,D] -> [B,T,D].
+
+    The causal mask is passed as the model passes it, additive and with the most negative finite number: `None` would
+    not be causal under eager, and a boolean mask would be added.
+    """
+    T = x.shape[1]
+    mask = torch.full((T, T), torch.finfo(x.dtype).min, dtype=x.dtype, device=x.device).triu(1)[None, None]
+    output = layer(hidden_states=x, position_embeddings=(cos, sin), attention_mask=mask)[0]
+    return output  # type: ignore[no-any-return]
+
+
+def attention(weights: Mapping[str, Array], config: AttentionConfig, attn_implementation: str) -> torch.nn.Module:
+    """`Qwen3Attention` with these weights, in their dtype; no model is built and nothing is initialised in vain."""
+    with torch.device("meta"):
+        layer = Qwen3Attention(hugging_face_config(config, attn_implementation), layer_idx=0)
+    state = {name: torch.from_numpy(np.array(weights[name])) for name in WEIGHTS}
+    layer.load_state_dict(state, assign=True)
+    return layer.requires_grad_().eval()
+
+
+def hugging_face_config(config: AttentionConfig, attn_implementation: str = "eager", **more: Any) -> Qwen3Config:
+    """A one-layer `Qwen3Config` with this layer's sizes."""
+    return Qwen3Config(
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        rms_norm_eps=config.rms_norm_eps,
+        num_hidden_layers=1,
+        attention_bias=False,
+        attn_implementation=attn_implementation,
+        **more,
+    )
+
+
+def rope_tables(config: AttentionConfig, theta: float, batch: int, seq_len: int) -> dict[str, Array]:
+    """cos and sin [B,T,H] in float32 as the model's own rotary embedding makes them, to hold the case's tables to."""
+    rotary = Qwen3RotaryEmbedding(hugging_face_config(config, rope_theta=theta))
+    positions = torch.arange(seq_len)[None].expand(batch, -1)
+    cos, sin = rotary(torch.zeros(1), positions)
+    return {"cos": cos.numpy(), "sin": sin.numpy()}
+
+
+class Recorder(TorchFunctionMode):
+    """Keeps the layer's own intermediate values, with their gradients, and makes a float64 run truly float64."""
+
+    def __init__(self, config: AttentionConfig):
+        super().__init__()
+        self.config = config
+        self.stages: dict[str, torch.Tensor] = {}
+        self.casts = 0
+        self.multiplied = False  # whether Q K^T was reached
+
+    def attached(self, layer: torch.nn.Module) -> "_Hooks":
+        """Within this context the layer's modules report what they return."""
+        return _Hooks(
+            [
+                getattr(layer, name).register_forward_hook(lambda _m, _i, output, name=name: self.keep(name, output))
+                for name in ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm")
+            ]
+            + [layer.o_proj.register_forward_pre_hook(lambda _m, inputs: self.keep("heads", inputs[0]))]  # type: ignore[operator, union-attr]
+        )
+
+    def keep(self, name: str, value: torch.Tensor) -> None:
+        """Record a value, and have autograd keep its gradient."""
+        value.retain_grad()
+        self.stages[name] = value
+
+    def by_token(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """The layer's layout [B,T,N·H] or [B,N,T,H] as the stages' own, [B,T,N,H]."""
+        if name in ("q_rope", "k_rope"):
+            return value.transpose(1, 2)
+        return value.unflatten(-1, (-1, self.config.head_dim)) if name in PER_HEAD and value.ndim == 3 else value
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        operation = getattr(func, "__name__", "").strip("_")
+        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
+            if operation == "to" and torch.float32 in args:
+                self.casts += 1
+                return args[0]
+            if operation == "softmax" and kwargs.get("dtype") == torch.float32:
+                self.casts += 1
+                kwargs["dtype"] = torch.float64
+        result = func(*args, **kwargs)
+        if isinstance(result, torch.Tensor) and result.ndim == 4:
+            self._recognise(operation, result)
+        return result
+
+    def _recognise(self, operation: str, result: torch.Tensor) -> None:
+        """Name a result by its place in the layer's code: two rotated sums, then Q K^T, its scaling, its mask, its softmax."""
+        if operation in ("matmul", "scaled_dot_product_attention"):
+            self.multiplied = True
+        elif not self.multiplied and operation == "add" and result.shape[-1] == self.config.head_dim:
+            self.keep("k_rope" if "q_rope" in self.stages else "q_rope", result)
+        elif self.multiplied and operation in ("mul", "add", "softmax"):
+            name = {"mul": "scores", "add": "masked_scores", "softmax": "probs"}[operation]
+            if name not in self.stages:
+                self.keep(name, result)
+
+
+class _Hooks:
+    """Removes forward hooks when the context ends."""
+
+    def __init__(self, handles: list[Any]):
+        self.handles = handles
+
+    def __enter__(self) -> "_Hooks":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self.handles:
+            handle.remove()

@@ -1,0 +1,196 @@
+"""The verdict as a table that a person reads in five seconds, and the progress of a run before it."""
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from rich import box, progress
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+MATCH, DIFFERS, DID_NOT_RUN = "MATCH", "DIFFERS", "DID NOT RUN"
+STYLE = {MATCH: "bold green", DIFFERS: "bold red", DID_NOT_RUN: "bold yellow"}
+
+
+def make_console(file: IO[str] | None = None) -> Console:
+    """A console on `file` (standard output): coloured on a terminal unless NO_COLOR is set, 100 wide where piped."""
+    file = file or sys.stdout
+    if (reconfigure := getattr(file, "reconfigure", None)) is not None:
+        reconfigure(errors="replace")  # a stream that cannot encode a symbol still gets the verdict
+    console = Console(file=file, highlight=False, markup=False, emoji=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = 100
+    return console
+
+
+# ------------------------------------------------------------------------------------------------------------ verdict
+
+
+def print_verdict(document: Mapping[str, Any], console: Console, path: str | Path | None = None) -> None:
+    """Print what was compared, the table, the verdict in words, what was not checked, and where the artifact lies."""
+    console.print(Text(subject(document)))
+    console.print(verdict_table(document))
+    for word, sentence in sentences(document):
+        console.print(Text.assemble((word, STYLE[word]), f"  {sentence}"))
+    for name, framework in document["frameworks"].items():
+        for what in framework["not_checked"]:
+            console.print(Text(f"Not checked  {name}: {what}"))
+    if path is not None:
+        console.print(Text(f"Evidence: {path}"), soft_wrap=True)
+
+
+def verdict(framework: Mapping[str, Any]) -> str:
+    """MATCH, DIFFERS or DID NOT RUN; one that differed before it crashed differs."""
+    if framework["error"] is not None and not framework["first_divergence"]:
+        return DID_NOT_RUN
+    return MATCH if framework["match"] else DIFFERS
+
+
+def subject(document: Mapping[str, Any]) -> str:
+    """Which weights and inputs were used, in plain words."""
+    source, model = document["weights"]["source"], document["model"]
+    weights = {
+        "seeded": f"seeded weights of {model}'s shape (made up, not the trained ones)",
+        "checkpoint": f"the checkpoint {model}",
+        "hub": f"{model} from the hub, revision {source.get('revision')}",
+    }[source["kind"]]
+    layers = document["layers"]
+    return (
+        f"Layer{'s' * (len(layers) > 1)} {listed(str(layer) for layer in layers)}, {weights}; "
+        f"input{'s' * (len(document['inputs']) > 1)} {listed(document['inputs'])}, "
+        f"B = {document['batch_size']}, T = {document['seq_len']}."
+    )
+
+
+def verdict_table(document: Mapping[str, Any]) -> Table:
+    """One line for each implementation: difference, tolerance, share used; structure, limit; verdict; seconds."""
+    setting = document["setting"]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.caption = f"Difference: {setting['input']} input, {setting['rope']} RoPE, {setting['dtype']}, against "
+    table.caption += "Hugging Face's layer. Structure: worst relative difference in float64."
+    table.caption_justify, table.caption_style = "left", "dim"
+    table.add_column("", overflow="fold", min_width=5)
+    for heading in ("max |diff|", "tolerance", "used", "structure", "limit"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    table.add_column("time", justify="right", no_wrap=True)
+    for name, framework in document["frameworks"].items():
+        word = verdict(framework)
+        tolerance = (framework["tolerance"] or {}).get("max_abs")
+        table.add_row(
+            Text(name),
+            number(framework["max_abs_diff"]),
+            number(tolerance),
+            share(framework["max_abs_diff"], tolerance),
+            number(framework["structure"]),
+            number(framework["structure_limit"]),
+            Text(word, STYLE[word]),
+            "-" if framework["seconds"] is None else f"{framework['seconds']:.1f} s",
+        )
+    return table
+
+
+def sentences(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The verdict in words: one sentence if all is well, else one for each implementation that is not."""
+    frameworks = document["frameworks"]
+    for name, framework in frameworks.items():
+        if verdict(framework) == DIFFERS:
+            yield DIFFERS, f"{name}: {divergence(name, framework['first_divergence'], document['checks'])}"
+    for name, framework in frameworks.items():
+        if verdict(framework) == DID_NOT_RUN:
+            yield DID_NOT_RUN, f"{name}: {framework['error']}"
+    well = [name for name, framework in frameworks.items() if verdict(framework) == MATCH]
+    if well:
+        count = sum(row["framework"] in well for row in document["checks"])
+        yield MATCH, f"{listed(well)}: only rounding differs, forward and backward (checks held: {count:,})."
+
+
+def divergence(name: str, first: Mapping[str, Any] | None, checks: list[dict[str, Any]]) -> str:
+    """Where an implementation first differs: equation, stage, direction, head, position, value against limit."""
+    failed = [row for row in checks if row["framework"] == name and not row["match"]]
+    if first is None:
+        return f"see the evidence (checks failed: {len(failed):,})."
+    equation = first["equation"]
+    text = f"first at {first['stage']} ({'eq. ' * equation[:1].isdigit()}{equation}, {first['direction']})"
+    text += "".join(f", {what} {first[what]}" for what in ("head", "position") if first[what] is not None)
+    here = (row for row in failed if (row["stage"], row["direction"]) == (first["stage"], first["direction"]))
+    if row := next(here, None):
+        value = "not a finite number" if row["value"] is None else f"{row['value']:.2e}"
+        text += f": {value} against a limit of {row['limit']:.2e}"
+        text += f" ({row['gate']}, {row['input']} input, {row['rope']} RoPE, {row['dtype']})"
+    return f"{text}. {first['explanation'] or ''}".rstrip()
+
+
+def number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1e}"
+
+
+def share(value: float | None, limit: float | None) -> str:
+    """Per cent, and beyond ten times a factor."""
+    if value is None or not limit:
+        return "-"
+    return f"{value / limit:.0%}" if value < 10 * limit else f"{value / limit:,.0f}x"
+
+
+def listed(names: Any) -> str:
+    """a, b and c"""
+    *most, last = names
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+# ----------------------------------------------------------------------------------------------------------- progress
+
+
+class Progress:
+    """What each implementation is doing: a live line each on a terminal, a plain line at its end where piped.
+
+    A context manager. The live lines vanish at the end, so that the table stands alone; `quiet` shows nothing.
+    """
+
+    def __init__(self, console: Console, quiet: bool = False) -> None:
+        live = console.is_interactive and not quiet
+        self.console, self.plain = console, not live and not quiet
+        self.tasks: dict[str, progress.TaskID] = {}
+        self.live = progress.Progress(
+            progress.SpinnerColumn("dots" if console.encoding.startswith("utf") else "line"),
+            progress.TextColumn("{task.description}", markup=False),
+            progress.TimeElapsedColumn(),
+            progress.TextColumn("{task.fields[text]}", markup=False),
+            console=console,
+            transient=True,
+            disable=not live,
+        )
+
+    def __enter__(self) -> "Progress":
+        self.live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.live.stop()
+
+    def started(self, name: str) -> None:
+        """Its process was started; its clock runs from here."""
+        self.tasks[name] = self.live.add_task(name, total=1, text="")
+
+    def phase(self, name: str, text: str) -> None:
+        """What it is doing now."""
+        self.live.update(self.tasks[name], text=text)
+
+    def finished(self, name: str, seconds: float) -> None:
+        """It is done, after so many seconds."""
+        self.end(name, f"done in {seconds:.1f} s")
+
+    def failed(self, name: str, why: str) -> None:
+        """It could not run."""
+        self.end(name, f"did not run: {why}")
+
+    def end(self, name: str, text: str) -> None:
+        if self.plain:
+            self.console.print(Text(f"{name}: {text}"), soft_wrap=True)
+        self.live.update(self.tasks[name], text=text, completed=1)

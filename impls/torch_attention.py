@@ -1,0 +1,158 @@
+"""Attention as equations in PyTorch: an `nn.Module` that autograd differentiates. Read it beside `numpy_attention.py`.
+
+B batch   T query position   S key position   D hidden size   N query heads   K key/value heads   G = N/K   H head size
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from impls.spec import GRADIENTS, AttentionConfig, Observe, keep, weight_shapes
+
+# ------------------------------------------------------------------------------------------------------------ forward
+
+
+def attention(weights: Mapping[str, np.ndarray], config: AttentionConfig, device: str = "cpu") -> "Attention":
+    """The layer from Hugging Face's weights."""
+    layer = Attention(config)
+    layer.load_state_dict({name: tensor(array, device) for name, array in weights.items()}, strict=True, assign=True)
+    return layer
+
+
+def tensor(array: np.ndarray, device: str) -> Tensor:
+    """A copy, so that nothing done to it reaches the array."""
+    return torch.tensor(array, device="cuda" if device == "gpu" else device)
+
+
+class Weight(nn.Module):
+    """One tensor `weight`, without storage until `load_state_dict` assigns it."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape, device="meta"))
+
+
+class Attention(nn.Module):
+    """The layer, holding weights [out, in]: its `state_dict` is Hugging Face's."""
+
+    def __init__(self, config: AttentionConfig) -> None:
+        super().__init__()
+        self.config = config
+        shapes = weight_shapes(config)
+        self.q_proj = Weight(*shapes["q_proj.weight"])
+        self.k_proj = Weight(*shapes["k_proj.weight"])
+        self.v_proj = Weight(*shapes["v_proj.weight"])
+        self.q_norm = Weight(*shapes["q_norm.weight"])
+        self.k_norm = Weight(*shapes["k_norm.weight"])
+        self.o_proj = Weight(*shapes["o_proj.weight"])
+
+    def forward(
+        self,
+        x_BTD: Float[Tensor, "B T D"],
+        cos_BTH: Float[Tensor, "B T H"],
+        sin_BTH: Float[Tensor, "B T H"],
+        observe: Observe = keep,
+    ) -> Float[Tensor, "B T D"]:
+        """Hidden states [B,T,D], cos and sin [B,T,H]  ->  output [B,T,D]."""
+        N, K, G = self.config.num_attention_heads, self.config.num_key_value_heads, self.config.num_key_value_groups
+        eps = self.config.rms_norm_eps
+
+        q_BTNH = observe("q_proj", project(x_BTD, self.q_proj.weight, N))  # 3.1
+        k_BSKH = observe("k_proj", project(x_BTD, self.k_proj.weight, K))  # 3.1
+        v_BSKH = observe("v_proj", project(x_BTD, self.v_proj.weight, K))  # 3.1
+        qn_BTNH = observe("q_norm", rms_norm(q_BTNH, self.q_norm.weight, eps))
+        kn_BSKH = observe("k_norm", rms_norm(k_BSKH, self.k_norm.weight, eps))
+        qr_BTNH = observe("q_rope", rope(qn_BTNH, cos_BTH, sin_BTH))
+        kr_BSKH = observe("k_rope", rope(kn_BSKH, cos_BTH, sin_BTH))
+        s_BNTS = observe("scores", scores(qr_BTNH, share(kr_BSKH, G)))  # 3.5
+        m_BNTS = observe("masked_scores", s_BNTS + causal_mask(s_BNTS))  # 3.10
+        a_BNTS = observe("probs", softmax(m_BNTS))  # 3.6
+        o_BTNH = observe("heads", mix(a_BNTS, share(v_BSKH, G)))  # 3.2, 3.11
+        return observe("output", merge(o_BTNH, self.o_proj.weight))  # 3.12
+
+
+def project(x_BTD: Float[Tensor, "B T D"], w_ND: Float[Tensor, "NH D"], heads: int) -> Float[Tensor, "B T N H"]:
+    """3.1: Q = X W_Q, cut into heads. The weight is W_Q^T, [out, in]."""
+    return nn.functional.linear(x_BTD, w_ND).unflatten(-1, (heads, -1))
+
+
+def rms_norm(x: Float[Tensor, "B T N H"], w_H: Float[Tensor, "H"], eps: float) -> Float[Tensor, "B T N H"]:
+    """y = w ⊙ x / rms(x), over each head by itself; rms(x) = √(mean(x²) + eps). Hugging Face: always in float32."""
+    return w_H * (x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps))
+
+
+def rope(
+    x: Float[Tensor, "B T N H"], cos_BTH: Float[Tensor, "B T H"], sin_BTH: Float[Tensor, "B T H"]
+) -> Float[Tensor, "B T N H"]:
+    """Turn each pair (x_i, x_{i+H/2}) by its position's angle: x cos + rot(x) sin, alike for every head."""
+    return x * cos_BTH[:, :, None] + rotate_half(x) * sin_BTH[:, :, None]
+
+
+def rotate_half(x: Float[Tensor, "B T N H"]) -> Float[Tensor, "B T N H"]:
+    """rot([x₁, x₂]) = [−x₂, x₁], a quarter turn of every pair."""
+    x1, x2 = x.chunk(2, dim=-1)
+    return torch.cat([-x2, x1], dim=-1)
+
+
+def share(x_BSKH: Float[Tensor, "B S K H"], G: int) -> Float[Tensor, "B S N H"]:
+    """Grouped queries: query head n reads key/value head n // G."""
+    return x_BSKH.repeat_interleave(G, dim=2)
+
+
+def scores(q_BTNH: Float[Tensor, "B T N H"], k_BSNH: Float[Tensor, "B S N H"]) -> Float[Tensor, "B N T S"]:
+    """3.5: S = Q K^T / √d_k."""
+    q_BNTH, k_BNHS = q_BTNH.permute(0, 2, 1, 3), k_BSNH.permute(0, 2, 3, 1)
+    return torch.matmul(q_BNTH, k_BNHS) * q_BTNH.shape[-1] ** -0.5
+
+
+def causal_mask(s_BNTS: Float[Tensor, "B N T S"]) -> Float[Tensor, "T S"]:
+    """3.10: M_ij = 0 for j ≤ i, −∞ for j > i. Hugging Face adds the most negative finite number instead of −∞."""
+    return torch.full_like(s_BNTS[0, 0], -torch.inf).triu(diagonal=1)
+
+
+def softmax(z_BNTS: Float[Tensor, "B N T S"]) -> Float[Tensor, "B N T S"]:
+    """3.6: a_i = exp(z_i) / Σ_j exp(z_j). Taking the maximum off changes nothing, so no gradient goes through it."""
+    e_BNTS = torch.exp(z_BNTS - z_BNTS.amax(dim=-1, keepdim=True).detach())
+    return e_BNTS / e_BNTS.sum(dim=-1, keepdim=True)
+
+
+def mix(a_BNTS: Float[Tensor, "B N T S"], v_BSNH: Float[Tensor, "B S N H"]) -> Float[Tensor, "B T N H"]:
+    """3.2, 3.11: head = A V."""
+    return torch.matmul(a_BNTS, v_BSNH.transpose(1, 2)).transpose(1, 2)
+
+
+def merge(o_BTNH: Float[Tensor, "B T N H"], w_DN: Float[Tensor, "D NH"]) -> Float[Tensor, "B T D"]:
+    """3.12: MHA(X) = [head_1 ‖ … ‖ head_h] W_O. The weight is W_O^T, [out, in]."""
+    return nn.functional.linear(o_BTNH.flatten(-2), w_DN)
+
+
+# ----------------------------------------------------------------------------------------------------------- backward
+
+
+def run(
+    weights: Mapping[str, np.ndarray],
+    inputs: Mapping[str, np.ndarray],
+    d_output: Float[np.ndarray, "B T D"],
+    config: AttentionConfig,
+    device: str = "cpu",
+    observe: Observe = keep,
+) -> dict[str, np.ndarray]:
+    """d_output [B,T,D]  ->  every stage, and the gradient of every stage, of every weight and of the hidden states."""
+    layer = attention(weights, config, device)
+    x_BTD, cos_BTH, sin_BTH = (tensor(inputs[name], device) for name in ("hidden_states", "cos", "sin"))
+    stages: dict[str, Tensor] = {}
+
+    def record(name: str, value: Tensor) -> Tensor:
+        stages[name] = observe(name, value)
+        return stages[name]
+
+    y_BTD = layer(x_BTD.requires_grad_(), cos_BTH, sin_BTH, record)
+    tensors = {**layer.state_dict(keep_vars=True), "hidden_states": x_BTD, **stages}
+    sources = [tensors[name.removeprefix("d_")] for name in GRADIENTS]
+    loss = torch.sum(y_BTD * tensor(d_output, device))  # its gradient at the output is d_output
+    gradients = torch.autograd.grad(loss, sources)
+    trace = stages | dict(zip(GRADIENTS, gradients, strict=True))
+    return {name: value.contiguous().numpy(force=True) for name, value in trace.items()}
