@@ -135,7 +135,7 @@ def bfloat16(x: Array) -> Array:
 
 
 def seeded_weights(config: AttentionConfig, seed: int) -> Arrays:
-    """Weights as lifelike as no bug can hide behind: float32 arrays of bfloat16 numbers, shapes of `weight_shapes`.
+    """Lifelike weights, behind which no bug hides: bfloat16 numbers in float32 arrays, shapes of `weight_shapes`.
 
     Projections are normal with standard deviation 0.64 / √inputs, which is 0.02 for Qwen3-0.6B's q, k and v. The
     norms' weights are log-normal, e^(0.4 z), with one channel in 32 four times larger; q's and k's differ.
@@ -158,7 +158,7 @@ def seeded_weights(config: AttentionConfig, seed: int) -> Arrays:
 def rope_tables(head_dim: int, theta: float, batch: int, seq_len: int) -> tuple[Array, Array]:
     """cos and sin [B,T,H] of the angles t θ^(−2i/H), float32; the H/2 angles stand twice, as in Hugging Face.
 
-    Computed in float64 and rounded once. Hugging Face's own angles are float32, so its tables are t · 2^(−24) off.
+    Computed in float64 and rounded once. Hugging Face's angles are float32, so its tables are up to t · 2^(−24) off.
     """
     log_theta = float(Decimal(theta).ln())
     frequencies = exp(np.arange(0, head_dim, 2) / head_dim * -log_theta)

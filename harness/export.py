@@ -42,6 +42,8 @@ QWEN3_DEFAULTS = {
 }
 """What Hugging Face's Qwen3Config takes for a field that config.json does not have."""
 
+MOST_TOKENS = 2**20  # 4 GiB of hidden states for Qwen3-0.6B; the scores of one row of them are far beyond any memory
+
 
 def open_case(
     weights: Path | None = None,
@@ -61,6 +63,8 @@ def open_case(
         if value is not None and value < least:
             raise BadInput(f"{flag} is {value}; it must be at least {least}")
     B, T = batch or BATCH, seq_len or SEQ_LEN
+    if B * T > MOST_TOKENS:
+        raise BadInput(f"--batch {B} and --seq-len {T} make {B * T} tokens; an input holds at most {MOST_TOKENS}")
 
     if weights is None:
         if layer:
@@ -249,7 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(case.describe())
             for name, path in case.paths.items():
                 print(f"  {path}  {path.stat().st_size:,} bytes  sha256 {case.sha256[name]}")
-    except (BadInput, MemoryError) as error:  # MemoryError: a batch or a length that no machine holds
+    except BadInput as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -89,7 +89,7 @@ class Judging:
     """
 
     def __init__(self, case: Case, names: Sequence[str], settings: Sequence[Setting], pool: Executor):
-        self.case, self.pool = case, pool
+        self.case, self.pool, self.fused = case, pool, "hf-sdpa" in names
         self.waiting = list(comparisons(names, settings))
         self.uses = Counter(key for comparison in self.waiting for key in comparison.keys())
         self.files: dict[Key, Mapping[str, str]] = {}
@@ -114,9 +114,8 @@ class Judging:
     def _sample(self, setting: Setting) -> tolerance.Tolerance:
         """Gate T's noise, from the NumPy reference in float64 as this process has it: unpatched."""
         weights, inputs, d_output = self.case.arrays(setting.input, setting.rope, "float64")
-        return tolerance.sample(
-            numpy_attention.forward, numpy_attention.backward, weights, inputs, d_output, self.case.config
-        )
+        page = numpy_attention.forward, numpy_attention.backward
+        return tolerance.sample(*page, weights, inputs, d_output, self.case.config, fused=self.fused)
 
     def _judge(self, comparison: Comparison) -> Judged:
         name, setting, keys = comparison.name, comparison.setting, comparison.keys()
@@ -128,7 +127,8 @@ class Judging:
                 findings.append(structure.judge_jacobian(trace, numpy_attention.softmax_jacobian))
         else:
             noise = self.tolerances[setting].result()
-            findings = tolerance.judge(trace, other, noise, shown(name), rounded=comparison.against != TRUTH)
+            fused = "hf-sdpa" in (name, comparison.against)
+            findings = tolerance.judge(trace, other, noise, shown(name), comparison.against != TRUTH, fused)
         error = np.array(math.inf)
         if "output" in trace and trace["output"].shape == other["output"].shape:
             error = np.abs(difference("output", trace["output"], other["output"]))

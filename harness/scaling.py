@@ -13,7 +13,7 @@ from impls.numpy_attention import softmax, softmax_jacobian
 from impls.spec import AttentionConfig, weight_shapes
 
 HEAD_SIZES = tuple(2**n for n in range(4, 11))
-ROWS, KEYS = 64, 64
+ROWS, KEYS = 48, 64
 NOTE = (
     "The chapter names equations 3.3 to 3.5 without printing them; their numbers are reconstructed from its argument. "
     "Entries of q and k are independent standard normal (float32); standard errors are over independent queries; "

@@ -175,7 +175,9 @@ def test_layers_of_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_the_only_file_may_have_any_name(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "hand")
-    (checkpoint / "model.safetensors").rename(checkpoint / "weights.safetensors")
+    (checkpoint / "adapter.safetensors").write_bytes(b"not this one")
+    assert (open_case(checkpoint, 1, directory=tmp_path).weights["k_norm.weight"] == 2).all()
+    (checkpoint / "model.safetensors").rename(checkpoint / "adapter.safetensors")
     assert (open_case(checkpoint, 1, directory=tmp_path).weights["k_norm.weight"] == 2).all()
 
 
@@ -319,7 +321,7 @@ BAD: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "unknown flag": (plain("--wieghts", "x"), "--wieghts"),
     "layer of the seeded case": (plain("--layer", "1"), "--weights chooses a checkpoint"),
     "another layer than the file's": (exported("--layer", "1"), "holds layer 0"),
-    "more than memory": (exported("--seq-len", str(10**13)), "allocate"),
+    "more tokens than memory": (exported("--batch", "2", "--seq-len", str(10**19)), "20000000000000000000 tokens"),
 }
 
 

@@ -262,6 +262,18 @@ def test_observe_replaces_a_stage(name: str, stage: str, case: Case) -> None:
     assert_close(*({key: trace[key] for key in trace if key not in behind} for trace in (moved, expected)), 1e-12)
 
 
+@pytest.mark.parametrize("stage", ["v_proj", "scores"])
+@other_implementations
+def test_gradient_at_a_stage_is_that_of_the_replaced_value(name: str, stage: str, case: Case) -> None:
+    """Not that of the value before: `observe` doubles it here, and the two differ by that factor."""
+
+    def double(name: str, value):
+        return 2 * value if name == stage else value
+
+    traces = [run(*case, observe=double) for run in (RUNS[name], numpy_run)]
+    assert relative(*(trace[f"d_{stage}"] for trace in traces)) <= 1e-12
+
+
 @every_implementation
 def test_every_stage_is_observed_once_and_in_order(name: str, case: Case) -> None:
     seen = []

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from harness.gates import Array, Finding, Trace, compared, difference, usable, visible
-from impls.spec import AttentionConfig
+from impls.spec import AttentionConfig, Observe
 
 DELTA = 1e-6
 """The chance, by the model, that one tensor of a correct run has an element beyond its limit."""
@@ -38,24 +38,49 @@ Part = tuple[Array, tuple[int, ...]]  # standard deviation, and the shape in whi
 
 @dataclass(frozen=True)
 class Spread:
-    """The spread of one stage or gradient: σ for each element, and κ, how far an rms may lie above rms(σ)."""
+    """The spread of one stage or gradient: σ for each element; mean and variance of the samples' mean squares."""
 
     sigma: Array
-    kappa: float
+    mean: float
+    variance: float
+
+    @property
+    def kappa(self) -> float:
+        """How far a correct rms may lie above rms(σ): far where few degrees of freedom carry it, as one large token does.
+
+        ν = 2 mean² / variance of the samples' mean squares; the quantile of χ²_ν / ν by Wilson and Hilferty's cube root.
+        """
+        if self.mean == 0:
+            return 1.0
+        spread = self.variance / (9 * self.mean**2)  # 2 / 9ν
+        return (1 - spread + NORMAL_QUANTILE * math.sqrt(spread)) ** 1.5
+
+    def __add__(self, other: "Spread") -> "Spread":
+        """The spread of the sum of two independent errors."""
+        sigma = np.hypot(self.sigma, other.sigma)
+        return Spread(sigma, self.mean + other.mean, self.variance + other.variance)
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The spread of every stage and gradient of a case, for one unit roundoff u."""
+    """The spread of every stage and gradient of a case, for one unit roundoff u.
+
+    `recomputed` is what a fused kernel adds to the gradients by computing the probabilities anew for its backward.
+    """
 
     spreads: dict[str, Spread]
+    recomputed: dict[str, Spread]
     unit_roundoff: float
     samples: int
     seed: int
 
-    def limits(self, name: str, rounded: bool) -> tuple[float, float]:
+    def spread(self, name: str, fused: bool = False) -> Spread:
+        """The spread of one entry, of a fused kernel or not."""
+        return self.spreads[name] + self.recomputed[name] if fused and name in self.recomputed else self.spreads[name]
+
+    def limits(self, name: str, rounded: bool, fused: bool = False) -> tuple[float, float]:
         """Limits of rms(error) and of max |error|/σ; an error between two rounded results has twice the variance."""
-        spread = self.spreads[name]
+        spread = self.spread(name, fused)
         lam = math.log(spread.sigma.size / DELTA) / TAIL
         rms = spread.kappa * _rms(spread.sigma)
         return (math.sqrt(2) * rms, 2 * lam) if rounded else (rms, lam)
@@ -64,16 +89,19 @@ class Tolerance:
 # ------------------------------------------------------------------------------------------------------------- judging
 
 
-def judge(trace: Trace, other: Trace, tolerance: Tolerance, expected: Collection[str], rounded: bool) -> list[Finding]:
+def judge(
+    trace: Trace, other: Trace, tolerance: Tolerance, expected: Collection[str], rounded: bool, fused: bool = False
+) -> list[Finding]:
     """Two findings for each stage and gradient: rms(error) and max |error|/σ, each against its derived limit.
 
     Args: `other` is the float64 truth, or (with `rounded`) the Hugging Face layer or another implementation in the same
-    dtype as `trace`; entries that only one of the two has are an error only where they are `expected`.
+    dtype as `trace`; `fused` where one of the two recomputes the probabilities for its backward. Entries that only one
+    of them has are an error only where they are `expected`.
     """
     names, findings = usable(trace, other, expected)
     for name in names:
-        rms, ratio, where = _errors(name, trace[name], other[name], tolerance.spreads[name].sigma)
-        rms_limit, max_limit = tolerance.limits(name, rounded)
+        rms, ratio, where = _errors(name, trace[name], other[name], tolerance.spread(name, fused).sigma)
+        rms_limit, max_limit = tolerance.limits(name, rounded, fused)
         findings.append(Finding(name, "rms", rms, rms_limit, where))
         findings.append(Finding(name, "max/sigma", ratio, max_limit, where))
     return findings
@@ -81,7 +109,7 @@ def judge(trace: Trace, other: Trace, tolerance: Tolerance, expected: Collection
 
 def _errors(name: str, value: Array, truth: Array, sigma: Array) -> tuple[float, float, tuple[int, ...]]:
     """rms(error), max |error|/σ and where, taken in blocks that stay in the cache (weight gradients have millions)."""
-    tiny = float(np.finfo(value.dtype).tiny)  # below the normal numbers, rounding is absolute
+    tiny = np.finfo(np.float32).tiny  # below the normal numbers, rounding is absolute
     if name == "masked_scores":
         value, truth = compared(name, value), compared(name, truth)
     flat = [np.ascontiguousarray(x).reshape(-1) for x in (value, truth, sigma)]
@@ -114,53 +142,64 @@ def sample(
 ) -> Tolerance:
     """Run the reference K times in float64 with rounding noise and measure the spread of every stage and gradient.
 
-    Args: the reference's two functions, unpatched; a case's arrays in float64. `fused`: for kernels that recompute the
-    probabilities before their backward. K = 32, or 8 where B·T ≥ 128 (each row of a tensor is then a sample too).
+    Args: the reference's two functions, unpatched; a case's arrays in float64; `fused` to know also what a fused kernel
+    adds. K = 32, or 8 where B·T ≥ 128 (each row of a tensor is then a sample too) and for that addition.
     """
     rng = np.random.default_rng(seed)
-    clean = _trace(forward, backward, weights, inputs, d_output, config)
-    noise = Noise(clean, weights, inputs, d_output, config, unit_roundoff, fused)
+    clean: dict[str, Array] = {}
+    cache = forward(weights, inputs, config, _recording(clean))[1]
+    backward(d_output, cache, _recording(clean))
+    noise = Noise(clean, weights, inputs, d_output, config, unit_roundoff)
     B, T = d_output.shape[:2]
     samples = 32 if B * T < 128 else 8
-    tally = _Tally(clean, noise, samples, keep=B * T <= 4 * samples)
+    size = max(1, BYTES // (4 * 8 * sum(value.size for name, value in clean.items() if not name.endswith("weight"))))
 
-    bytes_per_sample = 4 * 8 * sum(value.size for name, value in clean.items() if not name.endswith("weight"))
-    for count in _chunks(samples, max(1, BYTES // bytes_per_sample)):
+    tally = _Tally(clean, noise, samples)
+    for count in _chunks(samples, size):
         seen: dict[str, Array] = {}
-
-        def observe(name: str, value: Array, count: int = count, seen: dict[str, Array] = seen) -> Array:
-            if len(value) < count * B:  # what depends on no sample is computed once
-                value = _tile(value, count)
-            value = noise.add(name, value, count, rng)
-            seen[name] = value.reshape(count, *clean[name].shape)
-            if name == "d_hidden_states":
-                raise _Enough  # the weights' gradients would be summed over all samples; the tally forms each one's own
-            return value
-
+        observe = _injecting(noise, count, rng, clean, seen)
         tables = {name: _tile(inputs[name], count) for name in ("cos", "sin")}
-        cache = forward(weights, {**inputs, **tables}, config, observe)[1]
-        if fused:
-            cache["a"] = noise.add("recomputed probs", cache["a"], count, rng)
+        noisy = forward(weights, {**inputs, **tables}, config, observe)[1]
         with contextlib.suppress(_Enough):
-            backward(d_output, cache, observe)
+            backward(d_output, noisy, observe)
         tally.add(seen)
-    return Tolerance(tally.spreads(), unit_roundoff, samples, seed)
+
+    recomputed = _Tally(clean, noise, 8)
+    for count in _chunks(8 * fused, size):
+        seen = {name: np.broadcast_to(value, (count, *value.shape)) for name, value in clean.items()}
+        noisy = {name: _tile(value, count) if isinstance(value, np.ndarray) else value for name, value in cache.items()}
+        noisy["a"] = noise.add("recomputed probs", noisy["a"], count, rng)
+        with contextlib.suppress(_Enough):
+            backward(_tile(d_output, count), noisy, _recording(seen, count))
+        recomputed.add(seen)
+    return Tolerance(tally.spreads(), recomputed.spreads(local=False) if fused else {}, unit_roundoff, samples, seed)
+
+
+def _injecting(noise: "Noise", count: int, rng: np.random.Generator, clean: Trace, seen: dict[str, Array]) -> Observe:
+    """An `observe` that adds a fresh draw of noise to `count` samples of each value, and keeps them, [count, …]."""
+
+    def observe(name: str, value: Array) -> Array:
+        if len(value) < count * len(clean[name]):  # what depends on no sample was computed once
+            value = _tile(value, count)
+        return _recording(seen, count)(name, noise.add(name, value, count, rng))
+
+    return observe
+
+
+def _recording(seen: dict[str, Array], count: int | None = None) -> Observe:
+    """An `observe` that keeps every value as it is; as [count, …] of samples, up to the last that belongs to one each."""
+
+    def observe(name: str, value: Array) -> Array:
+        seen[name] = value if count is None else value.reshape(count, -1, *value.shape[1:])
+        if count is not None and name == "d_hidden_states":
+            raise _Enough  # the weights' gradients would be summed over all samples; the tally forms each one's own
+        return value
+
+    return observe
 
 
 class _Enough(Exception):
     """Ends a backward whose remaining gradients are not wanted."""
-
-
-def _trace(forward: Forward, backward: Backward, weights, inputs, d_output, config) -> dict[str, Array]:  # type: ignore[no-untyped-def]
-    """Every stage and gradient of the reference, as it is."""
-    trace: dict[str, Array] = {}
-
-    def observe(name: str, value: Array) -> Array:
-        trace[name] = value
-        return value
-
-    backward(d_output, forward(weights, inputs, config, observe)[1], observe)
-    return trace
 
 
 def _tile(value: Array, count: int) -> Array:
@@ -182,8 +221,9 @@ def _rms(value: Array) -> float:
 class _Tally:
     """Gathers the samples' deviations from the clean run: Σ e² for each element, and each sample's mean square."""
 
-    def __init__(self, clean: dict[str, Array], noise: "Noise", samples: int, keep: bool):
-        self.clean, self.noise, self.samples, self.keep = clean, noise, samples, keep
+    def __init__(self, clean: dict[str, Array], noise: "Noise", samples: int):
+        self.clean, self.noise, self.samples = clean, noise, samples
+        self.keep = noise.d_output.shape[0] * noise.d_output.shape[1] <= 4 * samples
         self.square = {name: np.zeros_like(value) for name, value in clean.items()}
         self.means: dict[str, list[float]] = {name: [] for name in clean}
         self.kept: dict[str, list[Array]] = {name: [] for name in noise.weight_factors}
@@ -211,18 +251,19 @@ class _Tally:
         self.square[name] += np.einsum("ke,ke->e", flat, flat).reshape(self.square[name].shape)
         self.means[name] += (np.einsum("ke,ke->k", flat, flat) / flat.shape[1]).tolist()
 
-    def spreads(self) -> dict[str, Spread]:
-        """σ² = the samples' mean square, smoothed half by its row's mean; what a sample cannot show is added."""
+    def spreads(self, local: bool = True) -> dict[str, Spread]:
+        """σ² = the samples' mean square, smoothed half by its row's mean; `local` adds what the last sum rounds."""
         spreads = {}
         for name, square in self.square.items():
             if self.kept.get(name):
                 variance, means = self._covariance(name)
             else:
-                variance, means = square / self.samples, np.array(self.means[name])
-            if name.endswith("weight"):
-                local = self.noise.weight_variance[name]
-                variance, means = variance + local, means + np.mean(local)
-            spreads[name] = Spread(np.sqrt(_smooth(name, variance)).astype(np.float32), _kappa(means))
+                variance, means = square / self.samples, np.array(self.means[name] or [0.0])
+            if local and name.endswith("weight"):
+                variance = variance + self.noise.weight_variance[name]
+                means = means + np.mean(self.noise.weight_variance[name])
+            sigma = np.sqrt(_smooth(name, variance)).astype(np.float32)
+            spreads[name] = Spread(sigma, float(np.mean(means)), float(np.var(means) * len(means) / (len(means) - 1)))
         return spreads
 
     def _covariance(self, name: str) -> tuple[Array, Array]:
@@ -251,18 +292,6 @@ def _smooth(name: str, variance: Array) -> Array:
     return (variance + np.mean(variance, axis=-1, keepdims=True)) / 2
 
 
-def _kappa(means: Array) -> float:
-    """How far above rms(σ) a correct rms may lie: few degrees of freedom carry it where one large token dominates.
-
-    ν = 2 mean²/var of the samples' mean squares; the quantile of χ²_ν / ν by Wilson and Hilferty's cube root.
-    """
-    mean, variance = float(np.mean(means)), float(np.var(means, ddof=1))
-    if mean == 0 or variance == 0:
-        return 1.0
-    spread = 2 / (9 * (2 * mean**2 / variance))
-    return float((1 - spread + NORMAL_QUANTILE * math.sqrt(spread)) ** 1.5)
-
-
 # --------------------------------------------------------------------------------------------------- the noise of rounding
 
 
@@ -281,7 +310,6 @@ class Noise:
         d_output: Array,
         config: AttentionConfig,
         unit_roundoff: float,
-        fused: bool,
     ):
         self.h = unit_roundoff**2 / 3
         self.t, self.w, self.config = clean, weights, config
@@ -295,8 +323,7 @@ class Noise:
         self.weight_variance = {name: self._weight_variance(name) for name in clean if name.endswith("weight")}
         self._forward()
         self._backward()
-        if fused:
-            self._fused()
+        self._recomputed()
         rows, self.distinct = np.unique(self.x.reshape(-1, self.x.shape[-1]), axis=0, return_inverse=True)
         self.equal_rows = len(rows) < len(self.distinct)
 
@@ -424,7 +451,7 @@ class Noise:
         """RoPE's variance, forward (turned = rot(x) sin) and transposed (turned = rot^T(x sin))."""
         return 2 * self.h * (0.7 * (np.abs(x * self.cos) + np.abs(turned))) ** 2
 
-    def _fused(self) -> None:
+    def _recomputed(self) -> None:
         """A fused kernel recomputes p = exp(s − lse) before its backward."""
         t, h = self.t, self.h
         s, seen = t["scores"], visible(t["scores"].shape)
