@@ -9,7 +9,6 @@ import queue
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from harness.case import BadInput, Case
 from harness.export import Arguments, add_case_arguments, open_cases
 from harness.judging import LAYER, Judged, Judging
 from harness.report.console import Progress, make_console, print_verdict
-from harness.runners import IMPLEMENTATIONS, REFERENCES, Setting, Unusable, Worker
+from harness.runners import IMPLEMENTATIONS, REFERENCES, Setting, Unusable, Worker, give_way
 from impls.spec import STAGES
 
 DTYPES = ("float64", "float32")
@@ -37,7 +36,7 @@ class ReferenceFailed(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command. Returns the exit status: 0 all match, 1 something differs, 2 unusable input, 3 something did not run."""
+    """The command; returns its exit status: 0 all match, 1 something differs, 2 unusable input, 3 did not run."""
     parser = make_parser()
     try:
         options = parser.parse_args(argv)
@@ -65,9 +64,9 @@ def make_parser() -> argparse.ArgumentParser:
     """The command's arguments."""
     parser = Arguments(
         prog="python -m harness.compare",
-        description="Recompute one attention layer in NumPy, JAX and PyTorch and prove, equation by equation, forward and "
-        "backward, that only rounding differs from Hugging Face's Qwen3.",
-        epilog="exit status: 0 all match, 1 something differs, 2 unusable input or arguments, 3 something could not run",
+        description="Recompute one attention layer in NumPy, JAX and PyTorch and prove, equation by equation, forward "
+        "and backward, that only rounding differs from Hugging Face's Qwen3.",
+        epilog="exit status: 0 all match, 1 something differs, 2 unusable input or arguments, 3 something did not run",
     )
     add_case_arguments(parser)
     run = parser.add_argument_group("run")
@@ -129,7 +128,7 @@ def check_names(names: Sequence[str]) -> None:
         if framework not in (*IMPLEMENTATIONS, "hf-sdpa") or (bug and bug not in planted.names(framework)):
             known = ", ".join([*IMPLEMENTATIONS, "hf-sdpa"])
             raise BadInput(
-                f"--impl {name}: there is no such implementation; there are {known} (--list shows also the planted bugs)"
+                f"--impl {name}: no such implementation; there are {known} (--list shows the planted bugs, too)"
             )
         if names.count(name) > 1:
             raise BadInput(f"--impl {name}: named twice")
@@ -148,6 +147,7 @@ def compare(options: argparse.Namespace, command: str) -> dict[str, Any]:
         scratch(options.out) as folder,
         threadpool_limits(1),  # one for each process, of which as many run as there are cores
         ThreadPoolExecutor(2) as pool,
+        ThreadPoolExecutor(1, initializer=give_way) as sampler,
         Progress(console, options.quiet) as progress,
         Workers(options.impl, options.device, progress) as workers,
     ):
@@ -155,7 +155,7 @@ def compare(options: argparse.Namespace, command: str) -> dict[str, Any]:
         results: list[tuple[Case, list[Judged], Judging]] = []
         for case in open_cases(options, Path("weights")):
             settings = [Setting(name, rope, dtype) for name in case.inputs for rope in ropes for dtype in dtypes]
-            judge = Judging(case, options.impl, settings, pool)
+            judge = Judging(case, options.impl, settings, pool, sampler)
             workers.run(case, settings, judge, folder, keep_all=options.keep_all)
             results.append((case, judge.finish(), judge))
         document = assemble(results, settings, workers, command)

@@ -13,6 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ import numpy as np
 from harness.artifact import Row, judged
 from harness.case import Case
 from harness.gates import EQUATION, NAMES, Finding, Trace, difference, direction, letters, structure, tolerance
-from harness.runners import Setting, fetch, shown
+from harness.runners import REFERENCES, Setting, fetch, shown
 from impls import numpy_attention
 
 LAYER = "hf-eager"
@@ -55,7 +56,7 @@ class Comparison(NamedTuple):
         """Which gate: in float64 nothing but structure is left to see."""
         return "structure" if self.setting.dtype == "float64" else "tolerance"
 
-    def keys(self) -> tuple[Key, Key]:
+    def traces(self) -> tuple[Key, Key]:
         """The two traces."""
         if self.against == TRUTH:
             return Key(self.name, self.setting), Key(LAYER, self.setting._replace(dtype="float64"))
@@ -63,7 +64,7 @@ class Comparison(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """What a gate found, and how far the outputs are apart: largest and mean absolute difference, in the output's unit."""
+    """What a gate found, and the largest and the mean absolute difference of the outputs, in their unit."""
 
     comparison: Comparison
     findings: list[Finding]
@@ -79,31 +80,34 @@ def comparisons(names: Sequence[str], settings: Iterable[Setting]) -> Iterator[C
         else:
             yield from (Comparison(name, TRUTH, setting) for name in [LAYER, *names])
             yield from (Comparison(name, LAYER, setting) for name in names)
-            yield from (Comparison(name, other, setting) for name, other in itertools.combinations(names, 2))
+            pairs = itertools.combinations([name for name in names if name not in REFERENCES], 2)
+            yield from (Comparison(name, other, setting) for name, other in pairs)
 
 
 class Judging:
     """The comparisons of one case, each made as soon as its two traces have landed.
 
-    names: the implementations, without the layer itself. pool: where comparisons and noise samples run.
+    names: the implementations, without the layer itself. pool and sampler: where comparisons and gate T's noise run.
     """
 
-    def __init__(self, case: Case, names: Sequence[str], settings: Sequence[Setting], pool: Executor):
+    def __init__(
+        self, case: Case, names: Sequence[str], settings: Sequence[Setting], pool: Executor, sampler: Executor
+    ):
         self.case, self.pool, self.fused = case, pool, "hf-sdpa" in names
         self.waiting = list(comparisons(names, settings))
-        self.uses = Counter(key for comparison in self.waiting for key in comparison.keys())
+        self.uses = Counter(key for comparison in self.waiting for key in comparison.traces())
         self.files: dict[Key, Mapping[str, str]] = {}
         self.traces: dict[Key, Trace] = {}
         self.lock = threading.Lock()
         self.results: list[Future[Judged]] = []
         self.tolerances = {
-            setting: pool.submit(self._sample, setting) for setting in settings if setting.dtype != "float64"
+            setting: sampler.submit(self._sample, setting) for setting in settings if setting.dtype != "float64"
         }
 
     def land(self, name: str, setting: Setting, files: Mapping[str, str]) -> None:
         """A trace has been written."""
         self.files[Key(name, setting)] = files
-        ready = [comparison for comparison in self.waiting if set(comparison.keys()) <= self.files.keys()]
+        ready = [comparison for comparison in self.waiting if self.files.keys() >= set(comparison.traces())]
         self.waiting = [comparison for comparison in self.waiting if comparison not in ready]
         self.results += [self.pool.submit(self._judge, comparison) for comparison in ready]
 
@@ -118,10 +122,11 @@ class Judging:
         return tolerance.sample(*page, weights, inputs, d_output, self.case.config, fused=self.fused)
 
     def _judge(self, comparison: Comparison) -> Judged:
-        name, setting, keys = comparison.name, comparison.setting, comparison.keys()
+        name, setting, keys = comparison.name, comparison.setting, comparison.traces()
         trace, other = (self._fetch(key) for key in keys)
         if comparison.gate == "structure":
-            weights, inputs, _ = self.case.arrays(*setting)
+            given = replace(self.case, weights={key: self.case.weights[key] for key in structure.NORMS})
+            weights, inputs, _ = given.arrays(*setting)
             findings = structure.judge(trace, other, weights, inputs, self.case.config, shown(name))
             if {"probs", "d_probs", "d_masked_scores"} <= trace.keys():
                 findings.append(structure.judge_jacobian(trace, numpy_attention.softmax_jacobian))
@@ -270,7 +275,8 @@ def explanation(result: Judged, finding: Finding) -> str:
         )
         if finding.measure == JACOBIAN:
             return "The softmax's backward is not its Jacobian, transposed, times the gradient (3.9)."
-        return f"In float64 it is off by {finding.value:.1e} of its token's size: not rounding, another computation. {before}"
+        size = f"{finding.value:.1e} of its token's size"
+        return f"In float64 it is off by {size}: not rounding, another computation. {before}"
     times = finding.value / finding.limit
     return f"In {setting.dtype} it errs {times:.1f} times more than rounding allows, and in float64 it was not seen to."
 

@@ -1,4 +1,4 @@
-"""The reference: Hugging Face's own `Qwen3Attention`, one layer alone, forward and backward, with its own values recorded.
+"""The reference: Hugging Face's own `Qwen3Attention`, one layer alone, forward and backward, recorded.
 
 Nothing is recomputed here: a `TorchFunctionMode` sees what the layer's code passes through `add`, `mul`, `matmul` and
 `softmax`, and forward hooks see what its modules return. The output is bit-identical with and without it.
@@ -38,7 +38,7 @@ def run(
     """
     layer = attention(weights, config, attn_implementation).to(device)
     x, cos, sin, d_y = (
-        torch.from_numpy(np.array(value)).to(device)
+        torch.tensor(value, device=device)
         for value in (inputs["hidden_states"], inputs["cos"], inputs["sin"], d_output)
     )
     recorder = Recorder(config)
@@ -69,15 +69,14 @@ def call(layer: torch.nn.Module, x: torch.Tensor, cos: torch.Tensor, sin: torch.
     T = x.shape[1]
     mask = torch.full((T, T), torch.finfo(x.dtype).min, dtype=x.dtype, device=x.device).triu(1)[None, None]
     output = layer(hidden_states=x, position_embeddings=(cos, sin), attention_mask=mask)[0]
-    return output  # type: ignore[no-any-return]
+    return output
 
 
 def attention(weights: Mapping[str, Array], config: AttentionConfig, attn_implementation: str) -> torch.nn.Module:
     """`Qwen3Attention` with these weights, in their dtype; no model is built and nothing is initialised in vain."""
     with torch.device("meta"):
         layer = Qwen3Attention(hugging_face_config(config, attn_implementation), layer_idx=0)
-    state = {name: torch.from_numpy(np.array(weights[name])) for name in WEIGHTS}
-    layer.load_state_dict(state, assign=True)
+    layer.load_state_dict({name: torch.tensor(weights[name]) for name in WEIGHTS}, assign=True)
     return layer.requires_grad_().eval()
 
 
@@ -121,7 +120,7 @@ class Recorder(TorchFunctionMode):
                 getattr(layer, name).register_forward_hook(lambda _m, _i, output, name=name: self.keep(name, output))
                 for name in ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm")
             ]
-            + [layer.o_proj.register_forward_pre_hook(lambda _m, inputs: self.keep("heads", inputs[0]))]  # type: ignore[operator, union-attr]
+            + [layer.o_proj.register_forward_pre_hook(lambda _m, inputs: self.keep("heads", inputs[0]))]
         )
 
     def keep(self, name: str, value: torch.Tensor) -> None:
@@ -151,7 +150,7 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _recognise(self, operation: str, result: torch.Tensor) -> None:
-        """Name a result by its place in the layer's code: two rotated sums, then Q K^T, its scaling, its mask, its softmax."""
+        """Name a result by its place in the layer's code: two rotated sums; Q K^T, its scaling, mask and softmax."""
         if operation in ("matmul", "scaled_dot_product_attention"):
             self.multiplied = True
         elif not self.multiplied and operation == "add" and result.shape[-1] == self.config.head_dim:

@@ -140,7 +140,7 @@ def _load_torch(name: str, device: str) -> Loaded:
     place = "cuda" if device == "gpu" else "cpu"
 
     def matmul(a: Array, b: Array) -> Array:
-        return (torch.from_numpy(a).to(place) @ torch.from_numpy(b).to(place)).numpy(force=True)  # type: ignore[no-any-return]
+        return (torch.from_numpy(a).to(place) @ torch.from_numpy(b).to(place)).numpy(force=True)
 
     run: Run
     if name == "torch":
@@ -160,7 +160,7 @@ def _device(framework: str, asked: str, has_gpu: bool) -> str:
     return "gpu" if has_gpu and asked != "cpu" else "cpu"
 
 
-# --------------------------------------------------------------------------------------------------------- traces as files
+# ----------------------------------------------------------------------------------------------------- traces as files
 
 
 def store(trace: Trace, path: Path, scratch: Path | None) -> dict[str, str]:
@@ -180,7 +180,7 @@ def fetch(files: Mapping[str, str]) -> Trace:
     return trace | {name: np.load(file, mmap_mode="r") for name, file in files.items() if name}
 
 
-# ------------------------------------------------------------------------------------------------ in a process of its own
+# -------------------------------------------------------------------------------------------- in a process of its own
 
 
 class Worker:
@@ -192,7 +192,7 @@ class Worker:
 
     def __init__(self, names: Sequence[str], device: str, events: "queue.SimpleQueue[tuple[Worker, dict[str, Any]]]"):
         self.names, self.events = tuple(names), events
-        self.log = tempfile.TemporaryFile()
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the worker)
         root = Path(__file__).resolve().parent.parent
         self.process = subprocess.Popen(
             [sys.executable, "-m", "harness.runners", device, *names],
@@ -206,7 +206,7 @@ class Worker:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def job(self, **fields: Any) -> None:
-        """Send a job: the case's files and their hashes, settings, and the folders that receive what is kept and what is not."""
+        """Send a job: the case's files and hashes, the settings, the folders for what is kept and what is not."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended, and its exit event says so
             print(json.dumps(fields), file=self.process.stdin, flush=True)
@@ -236,6 +236,8 @@ def environment(root: Path, device: str) -> dict[str, str]:
         "OPENBLAS_NUM_THREADS": "1",
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
+        "MALLOC_MMAP_THRESHOLD_": "4294967296",  # glibc: keep freed memory, so that large arrays are not paged in anew
+        "MALLOC_TRIM_THRESHOLD_": "4294967296",
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_VERBOSITY": "error",
         "JAX_COMPILATION_CACHE_DIR": str(root / ".cache" / "jax"),
@@ -253,7 +255,7 @@ def main(arguments: Sequence[str]) -> int:
     device, *names = arguments
     say = _speaker()
     if names[0] not in REFERENCES:
-        os.nice(5)  # transformers takes longest to import, and everybody waits for the reference
+        give_way()
     try:
         loaded = {name: load(name, device) for name in names}
         first = loaded[names[0]]
@@ -272,8 +274,14 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
+def give_way() -> None:
+    """Let this thread run after others: transformers takes longest to import, and all wait for the reference."""
+    with contextlib.suppress(AttributeError, OSError):  # where threads have no priority of their own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
+
+
 def _work(job: Mapping[str, Any], loaded: Mapping[str, Loaded], say: Callable[..., None]) -> dict[str, float]:
-    """Run every setting of a job; an implementation that raises is reported and left out. Returns seconds spent by each."""
+    """Run every setting of a job; one that raises is reported and left out. Returns the seconds spent by each."""
     case = read_case(Path(job["weights"]), {name: Path(path) for name, path in job["inputs"].items()})
     if case.sha256 != job["sha256"]:
         raise Unusable(f"{job['weights']}: the case's files changed while they were being compared; run again")
@@ -296,7 +304,7 @@ def _work(job: Mapping[str, Any], loaded: Mapping[str, Loaded], say: Callable[..
 
 
 def _keep(trace: Trace, name: str, setting: Setting, layer: int, job: Mapping[str, Any]) -> dict[str, str]:
-    """Store a trace: among those that stay (all but float64 ones that are not the truth), or to be judged and dropped."""
+    """Store a trace: with those that stay (all but float64 ones that are not the truth), or to be judged and go."""
     stays = job["keep_all"] or setting.dtype != "float64" or name == "hf-eager"
     stem = f"{name.replace(':', '-')}.layer{layer}.{setting.input}.{setting.rope}.{setting.dtype}"
     path = Path(job["traces"] if stays else job["scratch"]) / f"{stem}.safetensors"

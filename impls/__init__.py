@@ -1,1 +1,1 @@
-"""The equations of attention (3.1 to 3.12) in NumPy, JAX/Flax and PyTorch: three implementations that share nothing but `spec`."""
+"""Attention (3.1 to 3.12) in NumPy, JAX/Flax and PyTorch: three implementations that share nothing but `spec`."""

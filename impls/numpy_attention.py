@@ -8,7 +8,7 @@ turns each row of fits into weights that sum to one (3.6), and a head's answer i
 Between 3.1 and 3.2, Qwen3 normalises every head of Q and K (RMSNorm), rotates it by its position (RoPE), and lets
 G query heads share one key/value head. Everything is computed in the dtype of the arrays that are passed in.
 
-    B batch   T query position   S key position   D hidden size   N query heads   K key/value heads   G = N/K   H head size
+    B batch   T query position   S key position   D hidden size   N query heads   K key/value heads   G N/K   H head
 """
 
 from collections.abc import Mapping
@@ -212,9 +212,7 @@ def rms_norm_backward(
     return r * (g - x_hat * np.mean(g * x_hat, axis=-1, keepdims=True))
 
 
-def norm_weight_gradient(
-    d_y: Float[Array, "B T N H"], x: Float[Array, "B T N H"], eps: float
-) -> Float[Array, "H"]:
+def norm_weight_gradient(d_y: Float[Array, "B T N H"], x: Float[Array, "B T N H"], eps: float) -> Float[Array, "H"]:
     """y = w ⊙ x̂:  d_w = Σ d_y ⊙ x̂ over batch, positions and heads, which share w."""
     return np.sum(d_y * (x * inverse_rms(x, eps)), axis=(0, 1, 2))
 

@@ -40,6 +40,8 @@ class AttentionConfig:
             raise ValueError(f"head_dim is {self.head_dim}; rotary embedding turns pairs, so it must be even")
         if not 0 <= self.rms_norm_eps < 1:  # also refuses NaN
             raise ValueError(f"rms_norm_eps is {self.rms_norm_eps!r}; it must be in [0, 1)")
+        # a NumPy scalar would turn a float32 layer into a float64 one
+        object.__setattr__(self, "rms_norm_eps", float(self.rms_norm_eps))
 
     @property
     def num_key_value_groups(self) -> int:
@@ -92,7 +94,7 @@ STAGES: tuple[Stage, ...] = (
     Stage("heads", "3.11", "BTNH", ("probs", "v_proj")),
     Stage("output", "3.12", "BTD", ("heads", "o_proj.weight")),
 )
-"""In the order of the dataflow. RMSNorm and RoPE are Qwen3's, between 3.1 and 3.2, and have no number in the chapter."""
+"""In the order of the dataflow. RMSNorm and RoPE are Qwen3's, between 3.1 and 3.2; they have no number."""
 
 GRADIENTS: dict[str, str] = {
     **{f"d_{stage.name}": stage.equation for stage in reversed(STAGES) if stage.name != "output"},

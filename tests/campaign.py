@@ -62,7 +62,9 @@ def shares(seed: int, shape: Shape) -> Iterator[Share]:
     runs = {name: load(name).run for name in ("hf-eager", *FRAMEWORKS)}
     for kind, arrays in make_inputs(config, THETA, B, T, seed).items():
         for rope in ("neutral", "model"):
-            tables = {"cos": np.ones_like(arrays["cos"]), "sin": np.zeros_like(arrays["sin"])} if rope == "neutral" else {}
+            tables = (
+                {"cos": np.ones_like(arrays["cos"]), "sin": np.zeros_like(arrays["sin"])} if rope == "neutral" else {}
+            )
             single = {**arrays, **tables}
             d_single = single.pop("d_output")
             double, w64 = ({k: v.astype(np.float64) for k, v in each.items()} for each in (single, weights))
@@ -73,7 +75,9 @@ def shares(seed: int, shape: Shape) -> Iterator[Share]:
             for name in FRAMEWORKS:
                 trace = runs[name](w64, double, d_double, config)
                 for finding in structure.judge(trace, truth, w64, double, config, shown(name)):
-                    yield Share(finding.value / finding.limit, name, "truth", "structure", finding.measure, finding, run)
+                    yield Share(
+                        finding.value / finding.limit, name, "truth", "structure", finding.measure, finding, run
+                    )
 
             noise = tolerance.sample(
                 numpy_attention.forward, numpy_attention.backward, w64, double, d_double, config, seed=seed, fused=True
@@ -85,7 +89,9 @@ def shares(seed: int, shape: Shape) -> Iterator[Share]:
                 both = [entry for entry in shown(name) if entry in other]
                 fused = "hf-sdpa" in (name, against)
                 for finding in tolerance.judge(traces[name], other, noise, both, against != "truth", fused):
-                    yield Share(finding.value / finding.limit, name, against, "tolerance", finding.measure, finding, run)
+                    yield Share(
+                        finding.value / finding.limit, name, against, "tolerance", finding.measure, finding, run
+                    )
 
 
 def summary(found: Iterable[Share]) -> str:
@@ -102,5 +108,3 @@ def summary(found: Iterable[Share]) -> str:
         for (gate, measure, name, against, way), share in sorted(worst.items())
     ]
     return "\n".join(lines)
-
-

@@ -10,7 +10,7 @@ def hold(runs, capsys):
     """Run them all; say how much of each limit was used; none may be above 1."""
     found = [share for seed, shape in runs for share in shares(seed, shape)]
     with capsys.disabled():
-        print(f"\n{len(found):,} checks in {4 * len(runs)} cases (seed, shape, input, RoPE); largest shares of the limits:")
+        print(f"\n{len(found):,} checks in {4 * len(runs)} cases (seed, shape, input, RoPE); the largest shares:")
         print(summary(found))
     alarms = [share for share in found if not share.value <= 1]
     assert not alarms, alarms[:5]

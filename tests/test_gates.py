@@ -124,7 +124,7 @@ def test_structure_is_relative_to_the_token():
 
 @pytest.mark.parametrize("T", [1, 2])
 def test_structure_where_the_truth_is_zero(T):
-    """A softmax over one key does not move: d_q is 0, and what rounding leaves there is measured on the path's scale."""
+    """A softmax over one key does not move: d_q is 0, and what rounding leaves is measured on the path's scale."""
     case = make_case(CONFIG, 2, T)
     truth = numpy_run(*case)
     assert not truth["d_q_rope"][:, 0].any()
@@ -198,7 +198,9 @@ def test_tolerance_sees_operands_rounded_to_tf32(case, truth, noise):
 
     weights = {name: tf32(value) if "proj" in name else value for name, value in case.weights.items()}
     trace = numpy_run(*case._replace(weights=weights).astype(np.float32))
-    failed = {finding.stage for finding in tolerance.judge(trace, truth, noise, NAMES, rounded=False) if not finding.match}
+    failed = {
+        finding.stage for finding in tolerance.judge(trace, truth, noise, NAMES, rounded=False) if not finding.match
+    }
     assert {"q_proj", "k_proj", "v_proj", "output", "d_hidden_states"} <= failed
 
 
@@ -233,8 +235,7 @@ def test_chunks_draw_the_same_spread(case, noise, monkeypatch):
 
 
 def test_weight_gradients_spread_by_covariance_as_by_samples(case):
-    """The two ways to the spread of a weight's gradient: one product with the covariance, or every sample's gradient."""
-    weights, inputs, d_output, config = case
+    """Two ways to the spread of a weight's gradient: a product with the covariance, or each sample's gradient."""
     covariance = sample(case)
     tally = tolerance._Tally.__init__
 
@@ -263,7 +264,7 @@ def test_equal_tokens_round_equally():
 
 
 def test_few_degrees_of_freedom_widen_kappa():
-    """ν = 2: by the χ² distribution itself, 14.5 = −ln(5e-7) is exceeded once in two million, and κ is near its root."""
+    """ν = 2: by the χ² distribution itself, −ln(1e-6) is exceeded once in a million, and κ is near its root."""
     assert tolerance.Spread(np.ones(1), 2.0, 0.0).kappa == 1.0
     assert tolerance.Spread(np.ones(1), 1.0, 1.0).kappa == pytest.approx(math.sqrt(-math.log(1e-6)), rel=0.05)
     assert tolerance.Spread(np.ones(1), 1.0, 1e-4).kappa == pytest.approx(1.024, rel=0.01)

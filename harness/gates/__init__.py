@@ -1,4 +1,4 @@
-"""The gates: each judges a trace against the truth and returns findings. NumPy only, and nothing here runs an implementation.
+"""The gates: each judges a trace against the truth and returns findings. NumPy only; nothing here runs a framework.
 
     structure   float64, end to end: is it the same mathematics?
     tolerance   float32, end to end: is the difference what rounding makes it, and no more?
@@ -6,6 +6,7 @@
 A trace is a flat dict of arrays: stages by the names of `impls.spec.STAGES`, gradients by those of `GRADIENTS`.
 """
 
+import math
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ _LETTERS = {stage.name: stage.shape for stage in STAGES}
 
 
 class Finding(NamedTuple):
-    """What a gate saw at one stage or gradient: a measured value against its limit, both dimensionless or in its unit."""
+    """What a gate saw at one stage or gradient: a measured value against its limit."""
 
     stage: str
     measure: str
@@ -84,6 +85,31 @@ def visible(shape: tuple[int, ...]) -> Array:
 def compared(name: str, value: Array) -> Array:
     """The value with what is not compared taken as zero: masked_scores where the future is (−∞, or a finite mask)."""
     return np.where(visible(value.shape), value, 0) if name == "masked_scores" else value
+
+
+def errors(name: str, value: Array, truth: Array, scale: Array) -> tuple[float, float, tuple[int, ...]]:
+    """rms(value − truth), and the largest |value − truth| / scale and where it is; scale broadcasts to the value.
+
+    Taken in float64, in blocks that stay in the cache: the gradients of weights have millions of elements.
+    """
+    tiny = np.finfo(np.float32).tiny  # below the normal numbers, rounding is absolute
+    if name == "masked_scores":
+        value, truth = compared(name, value), compared(name, truth)
+    flat = [np.ascontiguousarray(x).reshape(-1) for x in (value, truth)]
+    scales = (
+        scale.reshape(1) if scale.size == 1 else np.ascontiguousarray(np.broadcast_to(scale, value.shape)).reshape(-1)
+    )
+    square, worst, at = 0.0, -1.0, 0
+    for start in range(0, value.size, 32768):
+        v, t = (x[start : start + 32768] for x in flat)
+        error = np.subtract(v, t, dtype=np.float64)
+        square += float(error @ error)
+        ratio = np.abs(error, out=error)
+        ratio /= (scales if scales.size == 1 else scales[start : start + 32768]) + tiny
+        index = int(np.argmax(ratio))
+        if ratio[index] > worst:
+            worst, at = float(ratio[index]), start + index
+    return math.sqrt(square / value.size), worst, tuple(map(int, np.unravel_index(at, value.shape)))
 
 
 def difference(name: str, value: Array, truth: Array) -> Array:

@@ -8,11 +8,14 @@ from collections.abc import Callable, Collection
 
 import numpy as np
 
-from harness.gates import Array, Finding, Trace, compared, difference, letters, usable, visible
+from harness.gates import Array, Finding, Trace, compared, errors, letters, usable
 from impls.spec import AttentionConfig
 
 LIMIT = 1e-12
 """Relative. Correct implementations stay below 3e-14 (tests/test_campaign.py measures it); bugs begin at 1e-9."""
+
+NORMS = ("q_norm.weight", "k_norm.weight")
+"""The weights that the scales depend on."""
 
 
 def judge(
@@ -20,7 +23,8 @@ def judge(
 ) -> list[Finding]:
     """One finding for each stage and gradient: the worst difference relative to the largest magnitude of its token.
 
-    Args: float64 traces; `weights` and `inputs` as the implementation was given them; `expected` names must be there.
+    Args: float64 traces; `inputs` and (of the weights, NORMS) as the implementation was given them; the names that are
+    `expected` in the trace.
     The scale is per token, since relative to a whole tensor a lost path hides behind a token a million times larger;
     for the gradient of a weight it is the tensor's. Where the truth is exactly 0 (the first token's d_q: a softmax over
     one key does not move), the scale is floored by what a correct backward rounds against.
@@ -28,21 +32,20 @@ def judge(
     names, findings = usable(trace, truth, expected)
     floors = score_gradient_scales(truth, weights, inputs, config)
     for name in names:
-        error = np.abs(difference(name, trace[name], truth[name]))
-        magnitude = np.abs(compared(name, truth[name]))
+        scale = per_token(name, truth[name])
         if name in floors:
-            magnitude = np.maximum(magnitude, floors[name])
-        relative = error / (per_token(name, magnitude) + np.finfo(np.float64).tiny)
-        where = np.unravel_index(int(np.argmax(relative)), relative.shape)
-        findings.append(Finding(name, "relative", float(relative[where]), LIMIT, tuple(map(int, where))))
+            scale = np.maximum(scale, per_token(name, floors[name]))
+        _, relative, where = errors(name, trace[name], truth[name], scale)
+        findings.append(Finding(name, "relative", relative, LIMIT, where))
     return findings
 
 
-def per_token(name: str, magnitude: Array) -> Array:
+def per_token(name: str, value: Array) -> Array:
     """The largest magnitude of each token, broadcastable to the array; of the whole tensor for a weight's gradient."""
     token = "BTS" if "NTS" not in letters(name) else "BT"
     axes = tuple(axis for axis, letter in enumerate(letters(name)) if letter not in token)
-    return np.max(magnitude, axis=axes if letters(name) else None, keepdims=True)
+    over, value = axes if letters(name) else None, compared(name, value)
+    return np.maximum(np.max(value, axis=over, keepdims=True), -np.min(value, axis=over, keepdims=True))
 
 
 def score_gradient_scales(truth: Trace, weights: Trace, inputs: Trace, config: AttentionConfig) -> dict[str, Array]:

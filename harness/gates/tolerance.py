@@ -9,7 +9,7 @@ in a sum of n terms the k-th partial sum is rounded too, so that a product y = �
 
     Var(y) = h [(n/3 + 1) y² + (n/6 + 1) Q]
 
-Notation: i = keys visible to a query (row + 1), j = G (T − column) the terms that reach a key, δ = Σ p dp, x̂ = x/rms(x).
+Notation: i = keys that a query sees (row + 1), j = G (T − column) terms that reach a key, δ = Σ p dp, x̂ = x/rms(x).
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from harness.gates import Array, Finding, Trace, compared, difference, usable, visible
+from harness.gates import Array, Finding, Trace, compared, errors, usable, visible
 from impls.spec import AttentionConfig, Observe
 
 DELTA = 1e-6
@@ -28,7 +28,7 @@ TAIL = 1.75
 """Errors are products and sums of few terms: their tails fall as exp(−1.75 |e|/σ), not as a Gaussian's."""
 NORMAL_QUANTILE = 4.75
 """One-sided, of the chi-square approximation behind κ: about 1e-6, as DELTA."""
-BYTES = 256 * 2**20
+BYTES = 64 * 2**20
 """Memory for the samples of one chunk; long sequences are sampled in several."""
 
 Forward = Callable[..., tuple[Array, dict]]
@@ -46,9 +46,9 @@ class Spread:
 
     @property
     def kappa(self) -> float:
-        """How far a correct rms may lie above rms(σ): far where few degrees of freedom carry it, as one large token does.
+        """How far a correct rms may lie above rms(σ): far where few degrees of freedom carry it (one large token).
 
-        ν = 2 mean² / variance of the samples' mean squares; the quantile of χ²_ν / ν by Wilson and Hilferty's cube root.
+        ν = 2 mean² / variance of the samples' mean squares; χ²_ν / ν's quantile by Wilson and Hilferty's cube root.
         """
         if self.mean == 0:
             return 1.0
@@ -100,30 +100,11 @@ def judge(
     """
     names, findings = usable(trace, other, expected)
     for name in names:
-        rms, ratio, where = _errors(name, trace[name], other[name], tolerance.spread(name, fused).sigma)
+        rms, ratio, where = errors(name, trace[name], other[name], tolerance.spread(name, fused).sigma)
         rms_limit, max_limit = tolerance.limits(name, rounded, fused)
         findings.append(Finding(name, "rms", rms, rms_limit, where))
         findings.append(Finding(name, "max/sigma", ratio, max_limit, where))
     return findings
-
-
-def _errors(name: str, value: Array, truth: Array, sigma: Array) -> tuple[float, float, tuple[int, ...]]:
-    """rms(error), max |error|/σ and where, taken in blocks that stay in the cache (weight gradients have millions)."""
-    tiny = np.finfo(np.float32).tiny  # below the normal numbers, rounding is absolute
-    if name == "masked_scores":
-        value, truth = compared(name, value), compared(name, truth)
-    flat = [np.ascontiguousarray(x).reshape(-1) for x in (value, truth, sigma)]
-    square, worst, at = 0.0, -1.0, 0
-    for start in range(0, value.size, 65536):
-        v, t, s = (x[start : start + 65536] for x in flat)
-        error = np.subtract(v, t, dtype=np.float64)
-        square += float(error @ error)
-        ratio = np.abs(error, out=error)
-        ratio /= s + tiny
-        index = int(np.argmax(ratio))
-        if ratio[index] > worst:
-            worst, at = float(ratio[index]), start + index
-    return math.sqrt(square / value.size), worst, tuple(map(int, np.unravel_index(at, value.shape)))
 
 
 # ------------------------------------------------------------------------------------------------------------ sampling
@@ -187,7 +168,7 @@ def _injecting(noise: "Noise", count: int, rng: np.random.Generator, clean: Trac
 
 
 def _recording(seen: dict[str, Array], count: int | None = None) -> Observe:
-    """An `observe` that keeps every value as it is; as [count, …] of samples, up to the last that belongs to one each."""
+    """An `observe` that keeps every value as it is; those of samples as [count, …], up to the last of one each."""
 
     def observe(name: str, value: Array) -> Array:
         seen[name] = value if count is None else value.reshape(count, -1, *value.shape[1:])
@@ -292,7 +273,7 @@ def _smooth(name: str, variance: Array) -> Array:
     return (variance + np.mean(variance, axis=-1, keepdims=True)) / 2
 
 
-# --------------------------------------------------------------------------------------------------- the noise of rounding
+# ----------------------------------------------------------------------------------------------- the noise of rounding
 
 
 class Noise:
@@ -343,10 +324,9 @@ class Noise:
         return noisy
 
     def _draw(self, name: str, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
-        """Normal numbers; for projections and norms once per distinct row of the input, since equal rows round equally."""
+        """Normal numbers; for projections and norms once per distinct row of the input: equal rows round equally."""
         if self.equal_rows and name in ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm"):
-            count, B, T, *rest = shape
-            z = rng.standard_normal((count, int(self.distinct.max()) + 1, *rest), dtype=np.float32)
+            z = rng.standard_normal((shape[0], int(self.distinct.max()) + 1, *shape[3:]), dtype=np.float32)
             return z[:, self.distinct.reshape(-1)].reshape(shape)
         return rng.standard_normal(shape, dtype=np.float32)
 
@@ -360,8 +340,8 @@ class Noise:
 
     def _set(self, name: str, *variances: Array) -> None:
         """Independent noise in every element."""
-        total = sum(variances)
-        self.parts[name] = [(np.sqrt(total), total.shape)]
+        deviation = np.sqrt(np.sum(variances, axis=0))
+        self.parts[name] = [(deviation, deviation.shape)]
 
     def _forward(self) -> None:
         t, w, h, H, N = self.t, self.w, self.h, self.config.head_dim, self.config.num_attention_heads
@@ -409,9 +389,7 @@ class Noise:
 
         terms = p * dp
         delta, terms2 = np.sum(terms, axis=-1, keepdims=True), np.sum(terms**2, axis=-1, keepdims=True)
-        do2, do_var = (
-            np.sum(_by_head(x), axis=-1, keepdims=True) for x in ((d_o * o) ** 2, d_o**2 * self.var_heads)
-        )
+        do2, do_var = (np.sum(_by_head(x), axis=-1, keepdims=True) for x in ((d_o * o) ** 2, d_o**2 * self.var_heads))
         var_delta = np.sum(p**2 * var_dp, axis=-1, keepdims=True) + do_var
         var_delta = var_delta + h * ((H / 3 + 1) * delta**2 + (H / 6 + 1) * do2)
         row = np.sqrt(h * ((i / 3 + 1) * delta**2 + (i / 6 + 2) * terms2) + var_delta)
@@ -469,9 +447,7 @@ class Noise:
             f"d_{name}.weight": (t[f"d_{name}"].reshape(rows, -1), x, f"d_{name}")
             for name in ("q_proj", "k_proj", "v_proj")
         }
-        return factors | {
-            "d_o_proj.weight": (self.d_output.reshape(rows, -1), t["heads"].reshape(rows, -1), "heads")
-        }
+        return factors | {"d_o_proj.weight": (self.d_output.reshape(rows, -1), t["heads"].reshape(rows, -1), "heads")}
 
     def _weight_variance(self, name: str) -> Array:
         """What the sums over batch and positions add of their own."""
