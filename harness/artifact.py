@@ -34,11 +34,13 @@ class Row(NamedTuple):
 
 
 def judged(value: float, limit: float, **where: Any) -> Row:
-    """The row of a value that may be at most `limit`; NaN and infinity fail. `where` is Row's remaining fields."""
+    """The row of a value that may be at most `limit`; NaN and infinity fail. `where` is Row's remaining fields.
+
+    Both are kept to six digits, after they were compared.
+    """
     finite = math.isfinite(value)
-    return Row(
-        **where, value=float(value) if finite else None, limit=float(limit), match=bool(finite and value <= limit)
-    )
+    match = bool(finite and value <= limit)
+    return Row(**where, value=float(f"{value:.6g}") if finite else None, limit=float(f"{limit:.6g}"), match=match)
 
 
 def exit_status(frameworks: Mapping[str, Mapping[str, Any]]) -> int:
@@ -93,8 +95,9 @@ def dumps(document: Mapping[str, Any]) -> str:
 
 
 def encode(value: Any, indent: int | None = None) -> str:
-    """JSON proper: no NaN, no Infinity."""
-    return json.dumps(value, indent=indent, allow_nan=False, ensure_ascii=False)
+    """JSON proper: no NaN, no Infinity; on one line without spaces, or indented."""
+    separators = (",", ":") if indent is None else None
+    return json.dumps(value, indent=indent, separators=separators, allow_nan=False, ensure_ascii=False)
 
 
 def read(path: str | Path) -> dict[str, Any]:

@@ -141,7 +141,7 @@ def compare(options: argparse.Namespace, command: str) -> dict[str, Any]:
     """Run everything, write the artifact and return it. Raises BadInput, Unusable, ReferenceFailed."""
     ropes = ROPES if options.rope == "both" else (options.rope,)
     dtypes = (options.dtype,) if options.dtype else DTYPES
-    options.out.mkdir(parents=True, exist_ok=True)
+    make_folder(options.out)
     console = make_console()
     with (
         scratch(options.out) as folder,
@@ -161,6 +161,16 @@ def compare(options: argparse.Namespace, command: str) -> dict[str, Any]:
         document = assemble(results, settings, workers, command)
         publish(document, folder / "traces", options.out)
     return document
+
+
+def make_folder(out: Path) -> None:
+    """Raises BadInput where nothing can be written to `--out`."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise BadInput(f"--out {out}: cannot be written to ({error.strerror}); choose another folder") from error
 
 
 @contextmanager

@@ -260,25 +260,20 @@ def where(name: str, index: tuple[int, ...] | None, head_dim: int) -> tuple[int 
 
 
 def explanation(result: Judged, finding: Finding) -> str:
-    """A sentence on what failed, for a person."""
-    name, setting = finding.stage, result.comparison.setting
+    """What failed and what that means, for a person."""
+    name, setting, value, limit = finding.stage, result.comparison.setting, finding.value, finding.limit
+    at = f"({result.comparison.gate}, {setting.input} input, {setting.rope} RoPE, {setting.dtype})"
     if finding.measure in ("missing", "unknown", "shape", "not finite"):
-        return {
-            "missing": f"{name} was not returned.",
-            "unknown": f"{name} is no stage of the layer.",
-            "shape": f"{name} has another shape than the layer's.",
-            "not finite": f"{name} holds NaN or infinity.",
-        }[finding.measure]
-    if setting.dtype == "float64":
-        before = (
-            "All that is computed before it agrees." if direction(name) == "forward" else "The forward pass agrees."
-        )
-        if finding.measure == JACOBIAN:
-            return "The softmax's backward is not its Jacobian, transposed, times the gradient (3.9)."
-        size = f"{finding.value:.1e} of its token's size"
-        return f"In float64 it is off by {size}: not rounding, another computation. {before}"
-    times = finding.value / finding.limit
-    return f"In {setting.dtype} it errs {times:.1f} times more than rounding allows, and in float64 it was not seen to."
+        fault = {"missing": "was not returned", "unknown": "is no stage of the layer", "shape": "has another shape"}
+        return f"It {fault.get(finding.measure, 'holds NaN or infinity')} {at}."
+    if finding.measure == JACOBIAN:
+        return f"It is not J^T times the gradient of the probabilities (3.7 to 3.9): off by {value:.1e} {at}."
+    if finding.measure == "relative":
+        before = "all that is computed before it agrees" if direction(name) == "forward" else "the forward pass agrees"
+        text = f"It is off by {value:.1e} of its token's size, rounding by less than {limit:.0e} {at}"
+        return f"{text}: another computation, and {before}."
+    unit = "σ" if finding.measure == "max/sigma" else "rms"
+    return f"It errs by {value:.1e} {unit}, rounding by less than {limit:.1e} {at}."
 
 
 def pairwise(results: Iterable[Judged], headline: Setting, names: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -37,7 +37,7 @@ _NORMS_AFTER_ROPE = """
 # fmt: off
 BUGS: tuple[Bug, ...] = (
     Bug("kv_heads_tiled", "grouped heads", "scores", "np.repeat(x_BSKH, G, axis=2)", "np.tile(x_BSKH, (1, 1, G, 1))"),
-    Bug("heads_split_without_swap", "geometry", "q_proj", "reshape(B, T, heads, -1)", "reshape(B, heads, T, -1).swapaxes(1, 2)", ("numpy", "jax")),
+    Bug("heads_split_without_swap", "geometry", "q_proj", "w_ND.T).reshape(B, T, heads, -1)", "w_ND.T).reshape(B, heads, T, -1).swapaxes(1, 2)"),
     Bug("v_projected_with_k", "weights", "v_proj", 'project(x_BTD, weights["v_proj.weight"], K)', 'project(x_BTD, weights["k_proj.weight"], K)'),
     Bug("norm_skipped", "norm", "q_norm", 'rms_norm(q_BTNH, weights["q_norm.weight"], eps)', "q_BTNH"),
     Bug("norms_swapped", "norm", "q_norm", 'rms_norm(q_BTNH, weights["q_norm.weight"], eps)', 'rms_norm(q_BTNH, weights["k_norm.weight"], eps)'),
@@ -54,8 +54,8 @@ BUGS: tuple[Bug, ...] = (
     Bug("jacobian_without_rank_one_term", "backward", "d_masked_scores", "a * (d_a - np.sum(a * d_a, axis=-1, keepdims=True))", "a * d_a"),
     Bug("norm_backward_without_mean", "backward", "d_q_proj", "r * (g - x_hat * np.mean(g * x_hat, axis=-1, keepdims=True))", "r * g"),
     Bug("group_gradient_not_summed", "backward", "d_v_proj", ".sum(axis=3)", "[:, :, :, 0]"),
-    Bug("rope_backward_not_transposed", "backward", "d_q_norm", "- rotate_half(d * sin", "+ rotate_half(d * sin"),
-    Bug("gradient_of_zeros", "runner", "d_hidden_states", "d_x_q + d_x_k + d_x_v", "0 * d_x_q"),
+    Bug("rope_backward_not_transposed", "backward", "d_k_norm", "- rotate_half(d * sin", "+ rotate_half(d * sin"),
+    Bug("gradient_of_zeros", "runner", "d_hidden_states", 'observe("d_hidden_states", d_x)', 'observe("d_hidden_states", 0 * d_x)'),
     Bug("output_bfloat16", "precision", "q_proj", "return (x_BTD @ w_ND.T)", 'import ml_dtypes\n    x_BTD = x_BTD.astype(ml_dtypes.bfloat16).astype(x_BTD.dtype)\n    return (x_BTD @ w_ND.T)'),
 )
 # fmt: on

@@ -203,7 +203,8 @@ class Worker:
             env=environment(root, device),
             start_new_session=True,  # Ctrl-C reaches the command alone, which then ends its workers
         )
-        threading.Thread(target=self._listen, daemon=True).start()
+        self.listener = threading.Thread(target=self._listen, daemon=True)
+        self.listener.start()
 
     def job(self, **fields: Any) -> None:
         """Send a job: the case's files and hashes, the settings, the folders for what is kept and what is not."""
@@ -216,7 +217,9 @@ class Worker:
         if self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        self.listener.join()
+        with self.process, self.log, contextlib.suppress(BrokenPipeError):
+            pass  # closes its pipes
 
     def _listen(self) -> None:
         assert self.process.stdout is not None

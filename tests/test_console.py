@@ -20,6 +20,7 @@ def printed(doc: dict[str, Any], width: int = 80, path: str | None = "artifacts/
 
 
 def failing() -> dict[str, Any]:
+    tolerance = framework()["tolerance"] | {"largest_share": 87.0}
     where = WHERE | {"framework": "jax", "stage": "q_norm", "equation": "RMSNorm", "gate": "structure"}
     where |= {"input": "stress", "dtype": "float64"}
     return document(
@@ -27,7 +28,7 @@ def failing() -> dict[str, Any]:
         exit_status=1,
         frameworks={
             "numpy": framework(not_checked=["float64: it computes in float32 only"]),
-            "jax": differing(max_abs_diff=2e-3, structure=3.2e-5),
+            "jax": differing(max_abs_diff=2e-3, structure=3.2e-5, tolerance=tolerance),
             "torch": not_run("No module named 'torch'; install it"),
         },
         checks=[artifact.judged(3.2e-5, 1e-12, **where)._asdict(), *document()["checks"]],
@@ -54,26 +55,26 @@ def test_failure_is_a_sentence() -> None:
     assert "jax 2.0e-03 2.3e-05 87x 3.2e-05 1.0e-12 DIFFERS 3.2 s".split() in rows
     assert "torch - - - - 1.0e-12 DID NOT RUN -".split() in rows, "all columns fit at width 80"
     assert (
-        "DIFFERS jax: first at q_norm (RMSNorm, forward), head 3, position 5: 3.20e-05 against a limit of 1.00e-12 "
-        "(structure, stress input, neutral RoPE, float64)." in words
+        "DIFFERS jax: first at q_norm (RMSNorm, forward), head 3, position 5. It is off by 3.2e-05 of its token's size."
+        in words
     )
     assert "DID NOT RUN torch: No module named 'torch'; install it" in words
     assert "MATCH numpy: only rounding differs" in words
     assert "Not checked numpy: float64: it computes in float32 only" in words
 
 
-def test_not_finite_and_explanation() -> None:
+def test_explanation() -> None:
     first = {"stage": "scores", "equation": "3.5", "direction": "forward", "head": None, "position": 0}
     bad = framework(match=False, first_divergence=first | {"explanation": "The scale is 1/d_k [not 1/√d_k]."})
     checks = [artifact.judged(float("nan"), 1e-12, **WHERE)._asdict()]
     words = " ".join(printed(document(frameworks={"numpy": bad}, checks=checks)).split())
-    assert "first at scores (eq. 3.5, forward), position 0: not a finite number against" in words
+    assert "first at scores (eq. 3.5, forward), position 0. The scale" in words
     assert "The scale is 1/d_k [not 1/√d_k]." in words, "brackets are text, not markup"
 
 
 def test_difference_without_a_place() -> None:
     doc = document(frameworks={"numpy": framework(match=False)}, checks=[artifact.judged(2, 1, **WHERE)._asdict()])
-    assert "DIFFERS  numpy: see the evidence (checks failed: 1)." in printed(doc)
+    assert "DIFFERS  numpy: not every check was made; see the evidence." in printed(doc)
 
 
 @pytest.mark.parametrize(("kind", "words"), [("checkpoint", "the checkpoint tiny"), ("hub", "tiny from the hub")])

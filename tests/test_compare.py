@@ -1,0 +1,327 @@
+"""The command, end to end: what a user types, what is printed and written, and the exit status."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from harness import artifact, compare, planted
+from harness.gates import NAMES
+from impls.spec import STAGES
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """python -m harness.compare in a folder of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "harness.compare", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The artifact of a run, held to the schema."""
+    document = artifact.read(folder / "artifacts" / "attention_check.json")
+    jsonschema.validate(document, artifact.SCHEMA)
+    return document
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints as save_pretrained writes them: tiny, and of Qwen3-0.6B's widths; two layers, trained-like norms."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    folder = tmp_path_factory.mktemp("checkpoints")
+    widths = {
+        "tiny": {"hidden_size": 40, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16},
+        "wide": {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128},
+    }
+    for name, sizes in widths.items():
+        torch.manual_seed(0)
+        config = Qwen3Config(
+            **sizes, num_hidden_layers=2, intermediate_size=64, vocab_size=50, rope_theta=1e6, initializer_range=0.03
+        )
+        model = Qwen3ForCausalLM(config)
+        for layer in model.model.layers:
+            for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
+                torch.nn.init.normal_(norm.weight, 1.5, 0.5)
+        model.save_pretrained(folder / f"{name}-float32-sharded", max_shard_size="20KB" if name == "tiny" else "8MB")
+        model.bfloat16().save_pretrained(folder / f"{name}-bfloat16-single")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def default_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which the command ran without arguments."""
+    folder = tmp_path_factory.mktemp("default")
+    done = run(folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (folder / "stdout").write_text(done.stdout)
+    assert not done.stderr
+    return folder
+
+
+# ------------------------------------------------------------------------------------------------------------ it holds
+
+
+default = pytest.mark.xdist_group("default")  # one process runs the command once for all of these
+
+
+@default
+def test_default_run(default_run: Path) -> None:
+    document = read(default_run)
+    assert document["match"] and document["exit_status"] == 0
+    assert set(document["frameworks"]) == {"numpy", "jax", "torch", "hf-sdpa"}
+    assert document["weights"]["source"]["kind"] == "seeded"
+    assert "not Qwen's trained weights" in document["weights"]["description"]
+    assert set(document["inputs"]) == {"chapter", "stress"}
+    for name, framework in document["frameworks"].items():
+        assert framework["match"] and framework["error"] is None and framework["first_divergence"] is None
+        assert 1e-8 < framework["max_abs_diff"] < 1e-5, name
+        assert framework["max_abs_diff"] <= framework["tolerance"]["max_abs"]
+        assert 0.05 < framework["tolerance"]["largest_share"] < 1
+        assert framework["structure"] < 1e-13
+    assert document["max_abs_diff"] == max(each["max_abs_diff"] for each in document["frameworks"].values())
+    assert set(document["pairwise"]) == {"numpy/jax", "numpy/torch", "jax/torch"}
+    assert document["environment"]["matmul_bits"] == {"numpy": 24, "jax": 24, "torch": 24, "hf-eager": 24}
+    variances = [each["unscaled"]["variance"] / each["d_k"] for each in document["scaling"]["head_sizes"]]
+    assert 0.9 < min(variances) <= max(variances) < 1.1
+
+
+@default
+def test_default_run_checks_everything(default_run: Path) -> None:
+    """Every stage and gradient, each framework, input and RoPE mode, in float64 and in float32, by each gate."""
+    rows = {
+        (row["framework"], row["against"], row["input"], row["rope"], row["stage"], row["measure"])
+        for row in read(default_run)["checks"]
+    }
+    for framework in ("numpy", "jax", "torch"):
+        for input_ in ("chapter", "stress"):
+            for rope in ("neutral", "model"):
+                scene = (input_, rope)
+                for name in NAMES:
+                    assert (framework, "truth", *scene, name, "relative") in rows
+                    for against in ("truth", "hf-eager"):
+                        assert {(framework, against, *scene, name, m) for m in ("rms", "max/sigma")} <= rows
+                assert (framework, "jacobian", *scene, "d_masked_scores", "jacobian") in rows
+
+
+@default
+def test_default_run_leaves_small_traces(default_run: Path) -> None:
+    traces = list((default_run / "artifacts" / "traces").iterdir())
+    assert sum(path.stat().st_size for path in traces) < 50e6
+    assert {path.name.split(".")[0] for path in traces} == {"numpy", "jax", "torch", "hf-eager", "hf-sdpa"}
+    trace = load_file(default_run / "artifacts" / "traces" / "numpy.layer0.stress.model.float32.safetensors")
+    assert trace["q_norm"].shape == (1, 12, 16, 128) and trace["d_hidden_states"].dtype == np.float32
+    assert set(trace) == {name for name in NAMES if not name.endswith("proj.weight")}
+    left = {path.name for path in (default_run / "artifacts").iterdir()}
+    assert left == {"attention_check.json", "traces"}
+
+
+@default
+def test_default_run_is_read_in_five_seconds(default_run: Path) -> None:
+    text = (default_run / "stdout").read_text()
+    for words in ("made up, not the trained ones", "MATCH", "only rounding differs", "artifacts/attention_check.json"):
+        assert words in text
+    assert len(text.splitlines()) < 30
+
+
+@pytest.mark.parametrize(
+    "name", ["tiny-float32-sharded", "tiny-bfloat16-single", "wide-float32-sharded", "wide-bfloat16-single"]
+)
+def test_checkpoint(checkpoints: Path, tmp_path: Path, name: str) -> None:
+    """Layers 0 and 1 of a checkpoint, whatever its dtype and however many files it has."""
+    done = run(tmp_path, "--weights", str(checkpoints / name), "--layer", "0", "1", "--rope", "model")
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = read(tmp_path)
+    assert document["layers"] == [0, 1] and {row["layer"] for row in document["checks"]} == {0, 1}
+    assert document["weights"]["source"]["kind"] == "checkpoint"
+    assert document["weights"]["source"]["dtype"] == name.split("-")[1]
+    assert name in done.stdout
+
+
+def test_batch_length_and_one_framework(checkpoints: Path, tmp_path: Path) -> None:
+    weights = str(checkpoints / "tiny-float32-sharded")
+    arguments = ["--weights", weights, "--impl", "numpy", "--batch", "3", "--seq-len", "1", "--dtype", "float64"]
+    done = run(tmp_path, *arguments, "--keep-all", "--quiet")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    document = read(tmp_path)
+    assert (document["batch_size"], document["seq_len"]) == (3, 1)
+    assert document["frameworks"]["numpy"]["tolerance"] is None
+    assert document["frameworks"]["numpy"]["not_checked"] == ["tolerance: float32 was not asked for"]
+    trace = load_file(tmp_path / "artifacts/traces/numpy.layer0.chapter.model.float64.safetensors")
+    assert set(trace) == set(NAMES)
+
+
+# --------------------------------------------------------------------------------------------------- wrong things fail
+
+KINDS = sorted({bug.kind: bug.name for bug in planted.BUGS if "numpy" in bug.frameworks}.values())
+
+
+@pytest.mark.parametrize("bug", KINDS)
+def test_planted_bug_of_each_kind_ends_in_exit_status_1(checkpoints: Path, tmp_path: Path, bug: str) -> None:
+    done = run(tmp_path, "--weights", str(checkpoints / "tiny-float32-sharded"), "--impl", f"numpy:{bug}")
+    assert done.returncode == 1, done.stdout + done.stderr
+    framework = read(tmp_path)["frameworks"][f"numpy:{bug}"]
+    (expected,) = (each for each in planted.BUGS if each.name == bug)
+    assert framework["first_divergence"]["stage"] == expected.stage
+    assert f"DIFFERS  numpy:{bug}: first at {expected.stage}" in done.stdout
+
+
+def test_at_least_ten_kinds_are_planted() -> None:
+    assert len(KINDS) >= 10
+
+
+def test_bug_in_one_framework_leaves_the_verdict_of_the_others(checkpoints: Path, tmp_path: Path) -> None:
+    weights = str(checkpoints / "tiny-float32-sharded")
+    bugs = ["jax:norm_one_plus_weight", "torch:rope_left_out_for_k"]
+    done = run(tmp_path, "--weights", weights, "--impl", "numpy", *bugs)
+    assert done.returncode == 1, done.stdout + done.stderr
+    document = read(tmp_path)
+    assert {name: each["match"] for name, each in document["frameworks"].items()} == {
+        "numpy": True,
+        "jax:norm_one_plus_weight": False,
+        "torch:rope_left_out_for_k": False,
+    }
+    assert document["frameworks"]["torch:rope_left_out_for_k"]["first_divergence"]["equation"] == "RoPE"
+    assert not document["match"] and not document["pairwise"]["numpy/jax:norm_one_plus_weight"]["match"]
+
+
+@pytest.mark.parametrize("bug", planted.BUGS, ids=lambda bug: bug.name)
+def test_planted_line_stands_once_in_each_framework(bug: planted.Bug) -> None:
+    for framework in bug.frameworks:
+        source = (ROOT / "impls" / f"{framework}_attention.py").read_text(encoding="utf-8")
+        assert source.count(bug.old) == 1, framework
+    assert bug.stage in NAMES
+
+
+# --------------------------------------------------------------------------------------------- what cannot run, and how
+
+
+def test_framework_that_is_missing_is_reported_and_the_others_judged(checkpoints: Path, tmp_path: Path) -> None:
+    (tmp_path / "hidden" / "flax").mkdir(parents=True)
+    (tmp_path / "hidden" / "flax" / "__init__.py").write_text("raise ImportError('No module named flax')")
+    weights = str(checkpoints / "tiny-float32-sharded")
+    done = run(tmp_path, "--weights", weights, "--impl", "numpy", "jax", PYTHONPATH=f"{tmp_path / 'hidden'}:{ROOT}")
+    assert done.returncode == 3, done.stdout + done.stderr
+    frameworks = read(tmp_path)["frameworks"]
+    assert frameworks["numpy"]["match"] and not frameworks["jax"]["match"]
+    assert "No module named flax" in frameworks["jax"]["error"]
+    assert "DID NOT RUN  jax: ImportError: No module named flax" in done.stdout
+    assert "MATCH  numpy" in done.stdout
+
+
+def test_reference_that_cannot_run_leaves_the_last_artifact(checkpoints: Path, tmp_path: Path) -> None:
+    (tmp_path / "hidden" / "transformers").mkdir(parents=True)
+    (tmp_path / "hidden" / "transformers" / "__init__.py").write_text("raise ImportError('No transformers here')")
+    (tmp_path / "artifacts").mkdir()
+    (tmp_path / "artifacts" / "attention_check.json").write_text("the last one")
+    weights = str(checkpoints / "tiny-float32-sharded")
+    done = run(tmp_path, "--weights", weights, "--impl", "numpy", PYTHONPATH=f"{tmp_path / 'hidden'}:{ROOT}")
+    assert done.returncode == 3
+    assert done.stderr.count("\n") == 1 and "No transformers here" in done.stderr
+    assert (tmp_path / "artifacts" / "attention_check.json").read_text() == "the last one"
+
+
+@pytest.fixture
+def untouched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with an artifact from before, which must be the same afterwards, and nothing beside it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "artifacts").mkdir()
+    (tmp_path / "artifacts" / "attention_check.json").write_text("the last one")
+    yield tmp_path
+    assert (tmp_path / "artifacts" / "attention_check.json").read_text() == "the last one"
+    assert [path.name for path in (tmp_path / "artifacts").iterdir()] == ["attention_check.json"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--impl", "numpi"], "--impl numpi: no such implementation; there are numpy, jax, torch, hf-sdpa"),
+        (["--impl", "numpy:eps_1e-3"], "--impl numpy:eps_1e-3"),
+        (["--impl", "numpy", "numpy"], "named twice"),
+        (["--impl"], "--impl"),
+        (["--rope", "yarn"], "--rope"),
+        (["--dtype", "int8"], "--dtype"),
+        (["--device", "tpu"], "--device"),
+        (["--batch", "0"], "--batch is 0"),
+        (["--seq-len", "-1"], "--seq-len is -1"),
+        (["--seq-len", "x"], "--seq-len"),
+        (["--layer", "1"], "--layer 1"),
+        (["--weights", "nowhere"], "nowhere: no such file"),
+        (["--weights", "."], "config.json"),
+        (["--weigths", "."], "--weigths"),
+        (["--device", "gpu", "--impl", "torch"], "sees no GPU"),
+    ],
+)
+def test_bad_input_is_one_line(untouched: Path, capsys: pytest.CaptureFixture[str], arguments, words) -> None:
+    if "gpu" in arguments and compare.environment.nvidia()[0]:
+        pytest.skip("there is a GPU")
+    assert compare.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("error: ") and err.count("\n") == 1 and words in err
+    assert "MATCH" not in out
+
+
+def test_out_that_is_a_file_is_one_line(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    assert compare.main(["--out", "file"]) == 2
+    assert capsys.readouterr().err.startswith("error: --out file")
+
+
+def test_interrupt_ends_all_processes_and_leaves_the_last_artifact(untouched: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "harness.compare"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    if not children.exists():
+        process.kill()
+        pytest.skip("this system does not list a process's children")
+    until = time.monotonic() + 30
+    while len(started := children.read_text().split()) < 4 and time.monotonic() < until:
+        time.sleep(0.05)
+    assert len(started) == 4
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130 and err == "interrupted; the last artifact is as it was\n"
+    assert not any(Path(f"/proc/{pid}").exists() for pid in started)
+
+
+def test_list_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare.main(["--list"]) == 0
+    out = capsys.readouterr().out
+    assert all(stage.name in out for stage in STAGES) and "torch:rope_negative_sine" in out and "hf-sdpa" in out
+    with pytest.raises(SystemExit, match="0"):
+        compare.main(["--version"])
+    assert capsys.readouterr().out.startswith("attention-check ")
+
+
+@default
+def test_artifact_is_json_proper(default_run: Path) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    text = (default_run / "artifacts" / "attention_check.json").read_text()
+    assert json.loads(text, parse_constant=refuse)
+    assert str(Path.home()) not in text and str(ROOT) not in text
