@@ -4,7 +4,7 @@ ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 
-.PHONY: help compare test lint campaign clean
+.PHONY: help compare test lint campaign oldest clean
 .DEFAULT_GOAL := help
 
 help:
@@ -12,6 +12,7 @@ help:
 	@echo 'make test       the test suite (ARGS="-k name" to choose)'
 	@echo 'make lint       ruff and mypy'
 	@echo 'make campaign   the long tests: many seeds and shapes'
+	@echo 'make oldest     the tests of the reference with the first transformers that has Qwen3'
 	@echo 'make clean      remove the virtual environment and all caches'
 
 compare: .venv/installed
@@ -26,10 +27,17 @@ lint: .venv/installed-dev
 	@$(BIN)/mypy
 
 campaign: .venv/installed-dev
-	@$(BIN)/python -m pytest -n 2 -m campaign $(ARGS)
+	@$(BIN)/python -m pytest -n 2 -m campaign -s $(ARGS)
+
+# The adapter around Hugging Face's layer must run on both ends of the range that pyproject.toml allows.
+oldest:
+	@$(PYTHON) -m venv .venv-oldest
+	@.venv-oldest/bin/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	@.venv-oldest/bin/python -m pip install --quiet transformers==4.51.0 numpy safetensors ml_dtypes jaxtyping beartype pytest
+	@.venv-oldest/bin/python -m pytest -o addopts= -q tests/test_reference.py $(ARGS)
 
 clean:
-	rm -rf .venv .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .venv .venv-oldest .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # PyTorch comes first and by its exact version, so that a machine that has its CPU build uses that one.

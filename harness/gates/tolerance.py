@@ -240,11 +240,13 @@ class _Tally:
                 variance, means = self._covariance(name)
             else:
                 variance, means = square / self.samples, np.array(self.means[name] or [0.0])
+            mean = float(np.mean(means))
+            spread = float(np.var(means)) * len(means) / (len(means) - 1)
             if local and name.endswith("weight"):
-                variance = variance + self.noise.weight_variance[name]
-                means = means + np.mean(self.noise.weight_variance[name])
-            sigma = np.sqrt(_smooth(name, variance)).astype(np.float32)
-            spreads[name] = Spread(sigma, float(np.mean(means)), float(np.var(means) * len(means) / (len(means) - 1)))
+                own = self.noise.weight_variance[name]  # independent from element to element
+                variance, mean = variance + own, mean + float(np.mean(own))
+                spread += 2 * float(np.mean(own**2)) / own.size
+            spreads[name] = Spread(np.sqrt(_smooth(name, variance)).astype(np.float32), mean, spread)
         return spreads
 
     def _covariance(self, name: str) -> tuple[Array, Array]:
