@@ -33,13 +33,13 @@ class Row(NamedTuple):
     match: bool
 
 
-def judged(value: float, limit: float, **where: Any) -> Row:
-    """The row of a value that may be at most `limit`; NaN and infinity fail. `where` is Row's remaining fields.
+def judged(value: float, limit: float, match: bool | None = None, **where: Any) -> Row:
+    """The row of a value that was held against `limit`: by default it may be at most that, else `match` has decided.
 
-    Both are kept to six digits, after they were compared.
+    NaN and infinity never match. Both are kept to six digits, after they were compared. `where`: Row's other fields.
     """
     finite = math.isfinite(value)
-    match = bool(finite and value <= limit)
+    match = bool(finite and (value <= limit if match is None else match))
     return Row(**where, value=float(f"{value:.6g}") if finite else None, limit=float(f"{limit:.6g}"), match=match)
 
 

@@ -3,6 +3,7 @@
 The truth is Hugging Face's eager layer in float64. An implementation is compared
 
     in float64 with the truth                      gate S, and 3.9 with the Jacobian built in full
+    in float32 with each stage's own inputs        gate L, which needs no other trace
     in float32 with the truth                      gate T: its own rounding
     in float32 with the layer, and each other      gate T: the rounding of two
 """
@@ -14,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,14 +23,14 @@ import numpy as np
 
 from harness.artifact import Row, judged
 from harness.case import Case
-from harness.gates import EQUATION, NAMES, Finding, Trace, difference, direction, letters, structure, tolerance
+from harness.gates import EQUATION, NAMES, Finding, Trace, difference, direction, letters, local, structure, tolerance
 from harness.runners import REFERENCES, Setting, fetch, shown
 from impls import numpy_attention
 
 LAYER = "hf-eager"
 """Hugging Face's layer: in a row's `against`, in the row's own dtype."""
-TRUTH, JACOBIAN = "truth", "jacobian"
-"""In a row's `against`: the layer in float64; and, for 3.9, the Jacobian built in full."""
+TRUTH, JACOBIAN, OWN = "truth", "jacobian", "own inputs"
+"""In a row's `against`: the layer in float64; for 3.9, the Jacobian built in full; for gate L, its own values."""
 
 RULE = (
     "rounding noise injected at every stage of the float64 reference gives σ for each element; "
@@ -54,10 +56,14 @@ class Comparison(NamedTuple):
     @property
     def gate(self) -> str:
         """Which gate: in float64 nothing but structure is left to see."""
-        return "structure" if self.setting.dtype == "float64" else "tolerance"
+        if self.setting.dtype == "float64":
+            return "structure"
+        return "local" if self.against == OWN else "tolerance"
 
-    def traces(self) -> tuple[Key, Key]:
-        """The two traces."""
+    def traces(self) -> tuple[Key, ...]:
+        """The traces that it needs."""
+        if self.against == OWN:
+            return (Key(self.name, self.setting),)
         if self.against == TRUTH:
             return Key(self.name, self.setting), Key(LAYER, self.setting._replace(dtype="float64"))
         return Key(self.name, self.setting), Key(self.against, self.setting)
@@ -78,6 +84,7 @@ def comparisons(names: Sequence[str], settings: Iterable[Setting]) -> Iterator[C
         if setting.dtype == "float64":
             yield from (Comparison(name, TRUTH, setting) for name in names)
         else:
+            yield from (Comparison(name, OWN, setting) for name in names)
             yield from (Comparison(name, TRUTH, setting) for name in [LAYER, *names])
             yield from (Comparison(name, LAYER, setting) for name in names)
             pairs = itertools.combinations([name for name in names if name not in REFERENCES], 2)
@@ -115,6 +122,12 @@ class Judging:
         """Wait for all that could be compared; what never landed stays in `waiting`."""
         return [result.result() for result in self.results]
 
+    @cached_property
+    def factors(self) -> dict[str, local.Factor]:
+        """The weights as gate L needs them, made once for all traces."""
+        with self.lock:
+            return {name: local.factor(value.astype(np.float64)) for name, value in self.case.weights.items()}
+
     def _sample(self, setting: Setting) -> tolerance.Tolerance:
         """Gate T's noise, from the NumPy reference in float64 as this process has it: unpatched."""
         weights, inputs, d_output = self.case.arrays(setting.input, setting.rope, "float64")
@@ -123,8 +136,11 @@ class Judging:
 
     def _judge(self, comparison: Comparison) -> Judged:
         name, setting, keys = comparison.name, comparison.setting, comparison.traces()
-        trace, other = (self._fetch(key) for key in keys)
-        if comparison.gate == "structure":
+        trace, other = self._fetch(keys[0]), self._fetch(keys[-1])
+        if comparison.gate == "local":
+            _, inputs, d_output = self.case.arrays(setting.input, setting.rope, "float64")
+            findings = local.judge(trace, self.factors, inputs, d_output, self.case.config)
+        elif comparison.gate == "structure":
             given = replace(self.case, weights={key: self.case.weights[key] for key in structure.NORMS})
             weights, inputs, _ = given.arrays(*setting)
             findings = structure.judge(trace, other, weights, inputs, self.case.config, shown(name))
@@ -168,6 +184,7 @@ def rows(result: Judged, layer: int) -> Iterator[Row]:
         yield judged(
             finding.value,
             finding.limit,
+            finding.match,
             layer=layer,
             **setting._asdict(),
             framework=name,
@@ -188,7 +205,9 @@ def verdict(
     Args: `headline`, the setting of the figures; `noise`, the tolerance there (None where only float64 was run).
     """
     own = [
-        result for result in results if result.comparison.name == name and result.comparison.against in (TRUTH, LAYER)
+        result
+        for result in results
+        if result.comparison.name == name and result.comparison.against in (TRUTH, LAYER, OWN)
     ]
     findings = [(result, finding) for result in own for finding in result.findings]
     relative = [finding.value for _, finding in findings if finding.measure == "relative"]
@@ -228,13 +247,17 @@ def bounds(noise: tolerance.Tolerance, share: float | None) -> dict[str, Any]:
 
 
 def first_divergence(failed: Sequence[tuple[Judged, Finding]], head_dim: int) -> dict[str, Any] | None:
-    """The failure that comes first: in float64 before float32, then in the order in which the layer computes."""
+    """The failure that comes first as the layer computes, of structure and the local certificate, else of tolerance."""
     if not failed:
         return None
+    gates = ("structure", "local", "tolerance")
     order = {name: index for index, name in enumerate(NAMES)}
-    result, finding = min(
-        failed, key=lambda each: (each[0].comparison.gate != "structure", order.get(each[1].stage, len(order)))
-    )
+
+    def place(each: tuple[Judged, Finding]) -> tuple[bool, int, int]:
+        gate, stage = each[0].comparison.gate, each[1].stage
+        return gate == "tolerance", order.get(stage, len(order)), gates.index(gate)
+
+    result, finding = min(failed, key=place)
     name = finding.stage
     head, position = where(name, finding.where, head_dim)
     return {
@@ -272,6 +295,11 @@ def explanation(result: Judged, finding: Finding) -> str:
         before = "all that is computed before it agrees" if direction(name) == "forward" else "the forward pass agrees"
         text = f"It is off by {value:.1e} of its token's size, rounding by less than {limit:.0e} {at}"
         return f"{text}: another computation, and {before}."
+    if finding.measure == "bound":
+        return f"From its own inputs it errs {value:.1e} times as much as any order of summation can {at}."
+    if finding.measure.startswith("bits"):
+        part = finding.measure.removeprefix("bits")
+        return f"From its own inputs it was computed with {value:.1f} bits{part}, at least {limit:.1f} are due {at}."
     unit = "σ" if finding.measure == "max/sigma" else "rms"
     return f"It errs by {value:.1e} {unit}, rounding by less than {limit:.1e} {at}."
 

@@ -35,8 +35,8 @@ class Finding(NamedTuple):
 
     @property
     def match(self) -> bool:
-        """Whether the value keeps the limit; NaN does not."""
-        return bool(self.value <= self.limit)
+        """Whether the value keeps the limit, an upper one except for bits; NaN does not."""
+        return bool(self.value >= self.limit if self.measure.startswith("bits") else self.value <= self.limit)
 
 
 def letters(name: str) -> str:
