@@ -138,6 +138,7 @@ INDEX, COUNT, SIZE = (
 )
 SHA256 = {"type": "string", "pattern": "^[0-9a-f]{64}$"}
 ROPE = {"enum": ["neutral", "model"]}
+ROPES = {"enum": ["neutral", "model", "any"]}
 DTYPE = {"enum": ["float64", "float32", "bfloat16", "float16"]}
 DIRECTION = {"enum": ["forward", "backward"]}
 
@@ -184,7 +185,7 @@ SCHEMA: dict[str, Any] = {
             record(
                 layer=INDEX,
                 input=TEXT,
-                rope=ROPE,
+                rope=ROPES,
                 dtype=DTYPE,
                 framework=TEXT,
                 against=TEXT,

@@ -252,7 +252,7 @@ class Workers:
             self._fail([event["name"]] if event.get("name") else worker.names, event["error"])
         elif what == "done":
             self.seconds |= event["seconds"]
-            self.matmul_bits[worker.names[0]] = event["matmul_bits"]
+            self.matmul_bits |= dict.fromkeys(worker.names, event["matmul_bits"])
             self.progress.finished(name, event["seconds"][worker.names[0]])
             return True
         elif what == "exit":
@@ -286,7 +286,17 @@ def assemble(
     case, _, judge = results[0]
     headline = max(settings, key=lambda s: (s.input == "chapter", s.rope == "neutral", s.dtype == "float32"))
     noise = judge.tolerances[headline].result() if headline in judge.tolerances else None
-    everything = [each for _, judged, _ in results for each in judged]
+    dtypes = dict.fromkeys(setting.dtype for setting in settings)
+    precision = [
+        each
+        for name in workers.names
+        if name in workers.matmul_bits
+        for each in judging.precision(name, workers.matmul_bits[name], dtypes)
+    ]
+    by_layer = [
+        (case.layer, judged if layer else judged + precision) for layer, (case, judged, _) in enumerate(results)
+    ]
+    everything = [each for _, judged in by_layer for each in judged]
     frameworks = {}
     for name in workers.names:
         entry = judging.verdict(name, everything, headline, noise, case.config.head_dim)
@@ -295,7 +305,7 @@ def assemble(
         entry["seconds"] = workers.seconds.get(name)
         entry["not_checked"] = judging.not_checked(name, settings, everything)
         frameworks[name] = entry
-    checks = [row._asdict() for case, judged, _ in results for each in judged for row in judging.rows(each, case.layer)]
+    checks = [row._asdict() for layer, judged in by_layer for each in judged for row in judging.rows(each, layer)]
     pairwise = judging.pairwise(everything, headline, workers.names)
     ran = [entry for entry in frameworks.values() if entry["max_abs_diff"] is not None]
     match = all(entry["match"] for entry in frameworks.values()) and all(row["match"] for row in checks)

@@ -23,6 +23,7 @@ import numpy as np
 
 from harness.artifact import Row, judged
 from harness.case import Case
+from harness.environment import SIGNIFICAND
 from harness.gates import EQUATION, NAMES, Finding, Trace, difference, direction, letters, local, structure, tolerance
 from harness.runners import REFERENCES, Setting, fetch, shown
 from impls import numpy_attention
@@ -31,6 +32,8 @@ LAYER = "hf-eager"
 """Hugging Face's layer: in a row's `against`, in the row's own dtype."""
 TRUTH, JACOBIAN, OWN = "truth", "jacobian", "own inputs"
 """In a row's `against`: the layer in float64; for 3.9, the Jacobian built in full; for gate L, its own values."""
+OPERANDS = "operands"
+"""In a row's `against`: the operands of a matrix product, of which so many bits are read."""
 
 RULE = (
     "rounding noise injected at every stage of the float64 reference gives σ for each element; "
@@ -56,6 +59,8 @@ class Comparison(NamedTuple):
     @property
     def gate(self) -> str:
         """Which gate: in float64 nothing but structure is left to see."""
+        if self.against == OPERANDS:
+            return "precision"
         if self.setting.dtype == "float64":
             return "structure"
         return "local" if self.against == OWN else "tolerance"
@@ -149,7 +154,9 @@ class Judging:
         else:
             noise = self.tolerances[setting].result()
             fused = "hf-sdpa" in (name, comparison.against)
-            findings = tolerance.judge(trace, other, noise, shown(name), comparison.against != TRUTH, fused)
+            findings = tolerance.judge(
+                trace, other, noise, shown(name), comparison.against != TRUTH, fused, setting.dtype
+            )
         error = np.array(math.inf)
         if "output" in trace and trace["output"].shape == other["output"].shape:
             error = np.abs(difference("output", trace["output"], other["output"]))
@@ -172,6 +179,13 @@ class Judging:
                 for entry, file in self.files[key].items():
                     if entry:
                         Path(file).unlink()
+
+
+def precision(name: str, bits: Mapping[str, int], dtypes: Iterable[str]) -> Iterator[Judged]:
+    """Whether an implementation's matrix products read all the bits of the dtype that a run declares."""
+    for dtype in dtypes:
+        finding = Finding("matmul", "bits", bits[dtype], SIGNIFICAND[dtype])
+        yield Judged(Comparison(name, OPERANDS, Setting("any", "any", dtype)), [finding], math.nan, math.nan)
 
 
 # ------------------------------------------------------------------------------------------------------- rows, verdicts
@@ -207,7 +221,7 @@ def verdict(
     own = [
         result
         for result in results
-        if result.comparison.name == name and result.comparison.against in (TRUTH, LAYER, OWN)
+        if result.comparison.name == name and result.comparison.against in (TRUTH, LAYER, OWN, OPERANDS)
     ]
     findings = [(result, finding) for result in own for finding in result.findings]
     relative = [finding.value for _, finding in findings if finding.measure == "relative"]
@@ -247,15 +261,16 @@ def bounds(noise: tolerance.Tolerance, share: float | None) -> dict[str, Any]:
 
 
 def first_divergence(failed: Sequence[tuple[Judged, Finding]], head_dim: int) -> dict[str, Any] | None:
-    """The failure that comes first as the layer computes, of structure and the local certificate, else of tolerance."""
+    """The failure that comes first: a precision that is not in effect; then as the layer computes, by structure and the
+    local certificate, else by tolerance."""
     if not failed:
         return None
-    gates = ("structure", "local", "tolerance")
+    gates = ("precision", "structure", "local", "tolerance")
     order = {name: index for index, name in enumerate(NAMES)}
 
     def place(each: tuple[Judged, Finding]) -> tuple[bool, int, int]:
         gate, stage = each[0].comparison.gate, each[1].stage
-        return gate == "tolerance", order.get(stage, len(order)), gates.index(gate)
+        return gate == "tolerance", order.get(stage, -1 if gate == "precision" else len(order)), gates.index(gate)
 
     result, finding = min(failed, key=place)
     name = finding.stage
@@ -286,8 +301,9 @@ def explanation(result: Judged, finding: Finding) -> str:
     """What failed and what that means, for a person."""
     name, setting, value, limit = finding.stage, result.comparison.setting, finding.value, finding.limit
     at = f"({result.comparison.gate}, {setting.input} input, {setting.rope} RoPE, {setting.dtype})"
-    if finding.measure in ("missing", "unknown", "shape", "not finite"):
+    if finding.measure in ("missing", "unknown", "shape", "dtype", "not finite"):
         fault = {"missing": "was not returned", "unknown": "is no stage of the layer", "shape": "has another shape"}
+        fault["dtype"] = f"is not {setting.dtype}"
         return f"It {fault.get(finding.measure, 'holds NaN or infinity')} {at}."
     if finding.measure == JACOBIAN:
         return f"It is not J^T times the gradient of the probabilities (3.7 to 3.9): off by {value:.1e} {at}."
@@ -297,6 +313,11 @@ def explanation(result: Judged, finding: Finding) -> str:
         return f"{text}: another computation, and {before}."
     if finding.measure == "bound":
         return f"From its own inputs it errs {value:.1e} times as much as any order of summation can {at}."
+    if result.comparison.gate == "precision":
+        return (
+            f"Its matrix products read {value:.0f} bits of their operands, {setting.dtype} has {limit:.0f}: "
+            "a setting or a device lowers the precision."
+        )
     if finding.measure.startswith("bits"):
         part = finding.measure.removeprefix("bits")
         return f"From its own inputs it was computed with {value:.1f} bits{part}, at least {limit:.1f} are due {at}."

@@ -262,11 +262,12 @@ def main(arguments: Sequence[str]) -> int:
     try:
         loaded = {name: load(name, device) for name in names}
         first = loaded[names[0]]
+        bits = precision(first)
         ready = time.perf_counter() - started
         say("ready", device=first.device, accelerator=first.accelerator, seconds=ready)
         for line in sys.stdin:
             seconds = _work(json.loads(line), loaded, say)
-            bits = {dtype: matmul_bits(first.matmul, dtype) for dtype in ("float32", "float64")}
+            bits = {dtype: min(read, bits[dtype]) for dtype, read in precision(first).items()}  # before and after
             say("done", seconds={name: ready + spent for name, spent in seconds.items()}, matmul_bits=bits)
     except Unusable as error:
         say("unusable", message=str(error))
@@ -275,6 +276,11 @@ def main(arguments: Sequence[str]) -> int:
         say("failed", error=_line(error))
         return 1
     return 0
+
+
+def precision(loaded: Loaded) -> dict[str, int]:
+    """The bits that a matrix product reads of its operands, for each dtype: measured, whatever was asked for."""
+    return {dtype: matmul_bits(loaded.matmul, dtype) for dtype in ("float32", "float64")}
 
 
 def give_way() -> None:

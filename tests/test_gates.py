@@ -70,6 +70,17 @@ def test_what_cannot_be_compared_fails(truth, noise, case, fault, damage):
         assert failed[0].stage not in {finding.stage for finding in findings if finding.match}
 
 
+def test_another_dtype_than_the_runs_fails(truth, noise, case):
+    """float64 in a float32 run claims an accuracy that it did not earn."""
+    trace = {name: value.astype(np.float32) for name, value in truth.items()} | {"heads": truth["heads"]}
+    findings = tolerance.judge(trace, truth, noise, NAMES, rounded=False, dtype="float32")
+    assert [(f.stage, f.measure) for f in findings if not f.match] == [("heads", "dtype")]
+    weights, inputs, _, config = case
+    single = dict(truth, q_norm=truth["q_norm"].astype(np.float32))
+    findings = structure.judge(single, truth, weights, inputs, config, NAMES)
+    assert [(f.stage, f.measure) for f in findings if not f.match] == [("q_norm", "dtype")]
+
+
 def test_stage_that_need_not_be_there_may_be_absent(truth):
     names, findings = usable({"output": truth["output"]}, truth, ["output"])
     assert names == ["output"] and not findings

@@ -51,10 +51,13 @@ def direction(name: str) -> str:
     return "backward" if name in GRADIENTS else "forward"
 
 
-def usable(trace: Trace, truth: Trace, expected: Collection[str]) -> tuple[list[str], list[Finding]]:
+def usable(
+    trace: Trace, truth: Trace, expected: Collection[str], dtype: str | None = None
+) -> tuple[list[str], list[Finding]]:
     """The names that can be compared, and a finding for each that cannot: missing, unknown, misshapen or not finite.
 
-    Without this a missing stage, a broadcast shape or a NaN would pass in silence.
+    Without this a missing stage, a broadcast shape or a NaN would pass in silence; and so would, where the run's `dtype`
+    is given, float64 that claims an accuracy which float32 has not.
     """
     names, findings = [], []
     for name in [*NAMES, *(name for name in trace if name not in EQUATION)]:
@@ -66,6 +69,8 @@ def usable(trace: Trace, truth: Trace, expected: Collection[str]) -> tuple[list[
             continue
         elif trace[name].shape != truth[name].shape:
             fault = "shape"
+        elif dtype is not None and trace[name].dtype != dtype:
+            fault = "dtype"
         elif not np.isfinite(compared(name, trace[name])).all():
             fault = "not finite"
         else:

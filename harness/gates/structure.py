@@ -29,7 +29,7 @@ def judge(
     for the gradient of a weight it is the tensor's. Where the truth is exactly 0 (the first token's d_q: a softmax over
     one key does not move), the scale is floored by what a correct backward rounds against.
     """
-    names, findings = usable(trace, truth, expected)
+    names, findings = usable(trace, truth, expected, "float64")
     floors = score_gradient_scales(truth, weights, inputs, config)
     for name in names:
         scale = per_token(name, truth[name])

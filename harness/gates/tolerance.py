@@ -90,15 +90,21 @@ class Tolerance:
 
 
 def judge(
-    trace: Trace, other: Trace, tolerance: Tolerance, expected: Collection[str], rounded: bool, fused: bool = False
+    trace: Trace,
+    other: Trace,
+    tolerance: Tolerance,
+    expected: Collection[str],
+    rounded: bool,
+    fused: bool = False,
+    dtype: str | None = None,
 ) -> list[Finding]:
     """Two findings for each stage and gradient: rms(error) and max |error|/σ, each against its derived limit.
 
     Args: `other` is the float64 truth, or (with `rounded`) the Hugging Face layer or another implementation in the same
-    dtype as `trace`; `fused` where one of the two recomputes the probabilities for its backward. Entries that only one
-    of them has are an error only where they are `expected`.
+    dtype as `trace`; `fused` where one of the two recomputes the probabilities for its backward; `dtype` that the trace
+    must have. Entries that only one of them has are an error only where they are `expected`.
     """
-    names, findings = usable(trace, other, expected)
+    names, findings = usable(trace, other, expected, dtype)
     for name in names:
         rms, ratio, where = errors(name, trace[name], other[name], tolerance.spread(name, fused).sigma)
         rms_limit, max_limit = tolerance.limits(name, rounded, fused)
