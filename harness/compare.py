@@ -5,17 +5,19 @@ draws the rounding noise while the others import, judges each trace as it lands,
 """
 
 import argparse
+import os
 import queue
+import shlex
 import shutil
+import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from threadpoolctl import threadpool_limits
 
@@ -43,9 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.list:
             return print_list()
         check_names(options.impl)
-        document = compare(
-            options, f"python -m harness.compare {' '.join(sys.argv[1:] if argv is None else argv)}".strip()
-        )
+        check_layers(options.layer or [])
+        words = ["python", "-m", "harness.compare", *(sys.argv[1:] if argv is None else argv)]
+        document = compare(options, shlex.join(words))
+
     except (BadInput, Unusable) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -75,7 +78,7 @@ def make_parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[*IMPLEMENTATIONS, "hf-sdpa"],
         metavar="NAME",
-        help="which implementations (default: %(default)s; --list names all)",
+        help="which implementations (default: numpy jax torch hf-sdpa; --list names all)",
     )
     run.add_argument(
         "--rope",
@@ -108,7 +111,11 @@ def make_parser() -> argparse.ArgumentParser:
     output.add_argument(
         "--list", action="store_true", help="name the implementations, stages and planted bugs, and stop"
     )
-    output.add_argument("--version", action="version", version=f"attention-check {metadata.version('attention-check')}")
+    output.add_argument(
+        "--version",
+        action="version",
+        version=f"attention-check {environment.version('attention-check') or '(not installed)'}",
+    )
     return parser
 
 
@@ -134,6 +141,13 @@ def check_names(names: Sequence[str]) -> None:
             raise BadInput(f"--impl {name}: named twice")
 
 
+def check_layers(layers: Sequence[int]) -> None:
+    """Raises BadInput for a layer that is named twice."""
+    for layer in layers:
+        if layers.count(layer) > 1:
+            raise BadInput(f"--layer {layer}: named twice")
+
+
 # ------------------------------------------------------------------------------------------------------------------ run
 
 
@@ -146,8 +160,8 @@ def compare(options: argparse.Namespace, command: str) -> dict[str, Any]:
     with (
         scratch(options.out) as folder,
         threadpool_limits(1),  # one for each process, of which as many run as there are cores
-        ThreadPoolExecutor(2) as pool,
-        ThreadPoolExecutor(1, initializer=give_way) as sampler,
+        threads(2) as pool,
+        threads(1, give_way) as sampler,
         Progress(console, options.quiet) as progress,
         Workers(options.impl, options.device, progress) as workers,
     ):
@@ -161,6 +175,16 @@ def compare(options: argparse.Namespace, command: str) -> dict[str, Any]:
         document = assemble(results, settings, workers, command)
         publish(document, folder / "traces", options.out)
     return document
+
+
+@contextmanager
+def threads(count: int, initializer: Callable[[], None] | None = None) -> Iterator[Executor]:
+    """A pool of threads; if the run ends early, what they still do is not waited for."""
+    pool = ThreadPoolExecutor(count, initializer=initializer)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def make_folder(out: Path) -> None:
@@ -202,14 +226,22 @@ class Workers:
         self.seconds: dict[str, float] = {}
         self.matmul_bits: dict[str, dict[str, int]] = {}
         self.accelerators: dict[str, str | None] = {}
-        layer = [LAYER, *(name for name in names if name in REFERENCES)]
-        groups = [layer, *([name] for name in names if name not in REFERENCES)]
-        self.workers = []
-        for group in groups:
-            progress.started(title(group[0]))
-            self.workers.append(Worker(group, device, self.events))
+        self.device = device
+        self.workers: list[Worker] = []
 
     def __enter__(self) -> "Workers":
+        layer = [LAYER, *(name for name in self.names if name in REFERENCES)]
+        held = signal.pthread_sigmask(
+            signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM}
+        )  # none is started and not known
+        try:
+            for group in [layer, *([name] for name in self.names if name not in REFERENCES)]:
+                self.progress.started(title(group[0]))
+                self.workers.append(Worker(group, self.device, self.events))
+            signal.pthread_sigmask(signal.SIG_SETMASK, held)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -251,7 +283,8 @@ class Workers:
         elif what == "failed":
             self._fail([event["name"]] if event.get("name") else worker.names, event["error"])
         elif what == "done":
-            self.seconds |= event["seconds"]
+            for each, seconds in event["seconds"].items():
+                self.seconds[each] = self.seconds.get(each, 0.0) + seconds
             self.matmul_bits |= dict.fromkeys(worker.names, event["matmul_bits"])
             self.progress.finished(name, event["seconds"][worker.names[0]])
             return True
@@ -291,22 +324,24 @@ def assemble(
         each
         for name in workers.names
         if name in workers.matmul_bits
-        for each in judging.precision(name, workers.matmul_bits[name], dtypes)
+        for each in judging.precision(results[0][0].layer, name, workers.matmul_bits[name], dtypes)
     ]
-    by_layer = [
-        (case.layer, judged if layer else judged + precision) for layer, (case, judged, _) in enumerate(results)
-    ]
-    everything = [each for _, judged in by_layer for each in judged]
+    everything = [each for _, judged, _ in results for each in judged] + precision
+    layers = [case.layer for case, _, _ in results]
     frameworks = {}
     for name in workers.names:
         entry = judging.verdict(name, everything, headline, noise, case.config.head_dim)
         entry["error"] = workers.errors.get(name)
         entry["match"] = entry["match"] and entry["error"] is None
         entry["seconds"] = workers.seconds.get(name)
-        entry["not_checked"] = judging.not_checked(name, settings, everything)
+        entry["not_checked"] = judging.not_checked(name, settings, layers, everything)
         frameworks[name] = entry
-    checks = [row._asdict() for layer, judged in by_layer for each in judged for row in judging.rows(each, layer)]
-    pairwise = judging.pairwise(everything, headline, workers.names)
+    checks = [row._asdict() for each in everything for row in judging.rows(each)]
+    checks.sort(
+        key=lambda row: [row[key] for key in ("layer", "framework", "gate", "against", "dtype", "input", "rope")]
+    )
+    bound = judging.bounds(noise, None)["max_abs"] if noise else None
+    pairwise = judging.pairwise(everything, headline, workers.names, bound)
     ran = [entry for entry in frameworks.values() if entry["max_abs_diff"] is not None]
     match = all(entry["match"] for entry in frameworks.values()) and all(row["match"] for row in checks)
     status = artifact.exit_status(frameworks)
@@ -317,7 +352,7 @@ def assemble(
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,
         "model": case.source.get("model") or case.name,
-        "layers": [case.layer for case, _, _ in results],
+        "layers": layers,
         "batch_size": B,
         "seq_len": T,
         "setting": headline._asdict(),
@@ -348,5 +383,24 @@ def assemble(
     }
 
 
+def command() -> NoReturn:
+    """main() as a process: SIGTERM ends it as Ctrl-C does, and no thread that still computes is waited for."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell's background job ignores it
+    try:
+        status = main()
+        sys.stdout.flush()
+    except SystemExit as end:
+        status = int(end.code or 0)
+    except BrokenPipeError:  # nobody reads on
+        status = 141
+    sys.stderr.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

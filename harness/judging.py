@@ -75,8 +75,9 @@ class Comparison(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """What a gate found, and the largest and the mean absolute difference of the outputs, in their unit."""
+    """What a gate found in a layer, and the largest and the mean absolute difference of the outputs, in their unit."""
 
+    layer: int
     comparison: Comparison
     findings: list[Finding]
     max_abs: float
@@ -162,7 +163,7 @@ class Judging:
             error = np.abs(difference("output", trace["output"], other["output"]))
         for key in keys:
             self._release(key)
-        return Judged(comparison, findings, float(np.max(error)), float(np.mean(error)))
+        return Judged(self.case.layer, comparison, findings, float(np.max(error)), float(np.mean(error)))
 
     def _fetch(self, key: Key) -> Trace:
         with self.lock:
@@ -181,17 +182,17 @@ class Judging:
                         Path(file).unlink()
 
 
-def precision(name: str, bits: Mapping[str, int], dtypes: Iterable[str]) -> Iterator[Judged]:
+def precision(layer: int, name: str, bits: Mapping[str, int], dtypes: Iterable[str]) -> Iterator[Judged]:
     """Whether an implementation's matrix products read all the bits of the dtype that a run declares."""
     for dtype in dtypes:
         finding = Finding("matmul", "bits", bits[dtype], SIGNIFICAND[dtype])
-        yield Judged(Comparison(name, OPERANDS, Setting("any", "any", dtype)), [finding], math.nan, math.nan)
+        yield Judged(layer, Comparison(name, OPERANDS, Setting("any", "any", dtype)), [finding], math.nan, math.nan)
 
 
 # ------------------------------------------------------------------------------------------------------- rows, verdicts
 
 
-def rows(result: Judged, layer: int) -> Iterator[Row]:
+def rows(result: Judged) -> Iterator[Row]:
     """A row of evidence for each finding."""
     name, against, setting = result.comparison
     for finding in result.findings:
@@ -199,7 +200,7 @@ def rows(result: Judged, layer: int) -> Iterator[Row]:
             finding.value,
             finding.limit,
             finding.match,
-            layer=layer,
+            layer=result.layer,
             **setting._asdict(),
             framework=name,
             against=JACOBIAN if finding.measure == JACOBIAN else against,
@@ -226,12 +227,12 @@ def verdict(
     findings = [(result, finding) for result in own for finding in result.findings]
     relative = [finding.value for _, finding in findings if finding.measure == "relative"]
     against = TRUTH if headline.dtype == "float64" else LAYER
-    head = next((each for each in own if each.comparison == Comparison(name, against, headline)), None)
+    heads = [each for each in own if each.comparison == Comparison(name, against, headline)]  # one for each layer
     shares = [finding.value / finding.limit for each, finding in findings if each.comparison.gate == "tolerance"]
     return {
         "match": bool(findings) and all(finding.match for _, finding in findings),
-        "max_abs_diff": _number(head and head.max_abs),
-        "mean_abs_diff": _number(head and head.mean_abs),
+        "max_abs_diff": _number(max((each.max_abs for each in heads), default=None)),
+        "mean_abs_diff": _number(max((each.mean_abs for each in heads), default=None)),
         "tolerance": noise and bounds(noise, _number(max(shares, default=None))),
         "structure": _number(max(relative, default=None)),
         "structure_limit": structure.LIMIT if relative else None,
@@ -268,9 +269,10 @@ def first_divergence(failed: Sequence[tuple[Judged, Finding]], head_dim: int) ->
     gates = ("precision", "structure", "local", "tolerance")
     order = {name: index for index, name in enumerate(NAMES)}
 
-    def place(each: tuple[Judged, Finding]) -> tuple[bool, int, int]:
-        gate, stage = each[0].comparison.gate, each[1].stage
-        return gate == "tolerance", order.get(stage, -1 if gate == "precision" else len(order)), gates.index(gate)
+    def place(each: tuple[Judged, Finding]) -> tuple[bool, int, int, float]:
+        gate, finding = each[0].comparison.gate, each[1]
+        stage = order.get(finding.stage, -1 if gate == "precision" else len(order))
+        return gate == "tolerance", stage, gates.index(gate), -finding.excess
 
     result, finding = min(failed, key=place)
     name = finding.stage
@@ -300,7 +302,9 @@ def where(name: str, index: tuple[int, ...] | None, head_dim: int) -> tuple[int 
 def explanation(result: Judged, finding: Finding) -> str:
     """What failed and what that means, for a person."""
     name, setting, value, limit = finding.stage, result.comparison.setting, finding.value, finding.limit
-    at = f"({result.comparison.gate}, {setting.input} input, {setting.rope} RoPE, {setting.dtype})"
+    at = (
+        f"({result.comparison.gate}, layer {result.layer}, {setting.input} input, {setting.rope} RoPE, {setting.dtype})"
+    )
     if finding.measure in ("missing", "unknown", "shape", "dtype", "not finite"):
         fault = {"missing": "was not returned", "unknown": "is no stage of the layer", "shape": "has another shape"}
         fault["dtype"] = f"is not {setting.dtype}"
@@ -325,30 +329,32 @@ def explanation(result: Judged, finding: Finding) -> str:
     return f"It errs by {value:.1e} {unit}, rounding by less than {limit:.1e} {at}."
 
 
-def pairwise(results: Iterable[Judged], headline: Setting, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+def pairwise(
+    results: Iterable[Judged], headline: Setting, names: Sequence[str], tolerance: float | None
+) -> dict[str, dict[str, Any]]:
     """How far the implementations' outputs are apart at the headline setting, and whether all they share agrees."""
     pairs: dict[str, dict[str, Any]] = {}
     for result in results:
         name, against, setting = result.comparison
         if against not in names:
             continue
-        pair = pairs.setdefault(f"{name}/{against}", {"max_abs_diff": None, "tolerance": None, "match": True})
+        pair = pairs.setdefault(f"{name}/{against}", {"max_abs_diff": None, "tolerance": tolerance, "match": True})
         pair["match"] &= all(finding.match for finding in result.findings)
         if setting == headline:
-            pair["max_abs_diff"] = _number(result.max_abs)
+            pair["max_abs_diff"] = _number(max(result.max_abs, pair["max_abs_diff"] or 0.0))
     return pairs
 
 
-def not_checked(name: str, settings: Sequence[Setting], results: Iterable[Judged]) -> list[str]:
+def not_checked(name: str, settings: Sequence[Setting], layers: Sequence[int], results: Iterable[Judged]) -> list[str]:
     """What no gate saw of an implementation, in words."""
     missing = [entry for entry in NAMES if entry not in shown(name)]
     said = [f"{', '.join(missing)}: a fused kernel does not show them"] if missing else []
-    made = {result.comparison for result in results}
+    made = {(result.layer, result.comparison) for result in results}
     for gate, dtype in (("structure", "float64"), ("tolerance", "float32")):
-        wanted = [setting for setting in settings if setting.dtype == dtype]
+        wanted = [(layer, setting) for layer in layers for setting in settings if setting.dtype == dtype]
         if not wanted:
             said.append(f"{gate}: {dtype} was not asked for")
-        elif lost := [setting for setting in wanted if Comparison(name, TRUTH, setting) not in made]:
+        elif lost := [each for each in wanted if (each[0], Comparison(name, TRUTH, each[1])) not in made]:
             said.append(f"{gate}: {len(lost)} of {len(wanted)} runs in {dtype} ended without a result")
     return said
 

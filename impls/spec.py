@@ -97,8 +97,17 @@ STAGES: tuple[Stage, ...] = (
 """In the order of the dataflow. RMSNorm and RoPE are Qwen3's, between 3.1 and 3.2; they have no number."""
 
 GRADIENTS: dict[str, str] = {
-    **{f"d_{stage.name}": stage.equation for stage in reversed(STAGES) if stage.name != "output"},
+    "d_heads": "3.12",
+    "d_probs": "3.11",
+    "d_v_proj": "3.11",
     "d_masked_scores": "3.9",
+    "d_scores": "3.10",
+    "d_q_rope": "3.5",
+    "d_k_rope": "3.5",
+    "d_q_norm": "RoPE",
+    "d_k_norm": "RoPE",
+    "d_q_proj": "RMSNorm",
+    "d_k_proj": "RMSNorm",
     "d_hidden_states": "3.1",
     "d_q_proj.weight": "3.1",
     "d_k_proj.weight": "3.1",
@@ -107,7 +116,7 @@ GRADIENTS: dict[str, str] = {
     "d_k_norm.weight": "RMSNorm",
     "d_o_proj.weight": "3.12",
 }
-"""Every gradient of a trace and the equation whose derivative it is; `d_output` is given, not computed."""
+"""Every gradient of a trace, in the order of the backward, and the equation that it undoes; `d_output` is given."""
 
 Observe = Callable[[str, Any], Any]
 """`observe(name, value) -> value`: sees every stage as it arises, and may replace it (noise, rounding, taps)."""

@@ -286,26 +286,69 @@ def test_out_that_is_a_file_is_one_line(tmp_path: Path, monkeypatch, capsys) -> 
     assert capsys.readouterr().err.startswith("error: --out file")
 
 
-def test_interrupt_ends_all_processes_and_leaves_the_last_artifact(untouched: Path) -> None:
+def children(pid: int) -> list[int]:
+    """The processes that this one started and that still run."""
+    try:
+        text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    except OSError:
+        return []
+    return [int(child) for child in text.split()]
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="this system does not list a process's children")
+@pytest.mark.parametrize(("what", "workers"), [(signal.SIGINT, 1), (signal.SIGINT, 4), (signal.SIGTERM, 4)])
+def test_interrupt_ends_all_processes_and_leaves_the_last_artifact(untouched: Path, what: int, workers: int) -> None:
+    """At once: while the workers are being started, and while they import and noise is drawn for a long sequence."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "harness.compare"],
+        [sys.executable, "-m", "harness.compare", "--seq-len", "400"],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    if not children.exists():
-        process.kill()
-        pytest.skip("this system does not list a process's children")
-    until = time.monotonic() + 30
-    while len(started := children.read_text().split()) < 4 and time.monotonic() < until:
-        time.sleep(0.05)
-    assert len(started) == 4
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=20)
+    with process:
+        try:
+            until = time.monotonic() + 60
+            while len(started := children(process.pid)) < workers and time.monotonic() < until:
+                time.sleep(0.01)
+            assert len(started) >= workers
+            time.sleep(0 if workers == 1 else 2)
+            started = children(process.pid)
+            process.send_signal(what)
+            _, err = process.communicate(timeout=30)
+        finally:
+            process.kill()
     assert process.returncode == 130 and err == "interrupted; the last artifact is as it was\n"
-    assert not any(Path(f"/proc/{pid}").exists() for pid in started)
+    until = time.monotonic() + 5
+    while any(map(running, started)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(map(running, started))
+
+
+def test_reader_that_goes_away_is_no_traceback(checkpoints: Path, tmp_path: Path) -> None:
+    weights = str(checkpoints / "tiny-float32-sharded")
+    done = subprocess.run(
+        f"{sys.executable} -m harness.compare --weights {weights} --impl numpy | head -c 1",
+        shell=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stderr == ""
+
+
+def test_layer_named_twice_is_one_line(untouched: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare.main(["--layer", "1", "1"]) == 2
+    assert capsys.readouterr().err == "error: --layer 1: named twice\n"
 
 
 def test_list_and_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ SINGLE, DOUBLE = Setting("chapter", "model", "float32"), Setting("chapter", "mod
 
 
 def result(against, setting, *findings):
-    return Judged(Comparison("jax", against, setting), list(findings), 0.0, 0.0)
+    return Judged(0, Comparison("jax", against, setting), list(findings), 0.0, 0.0)
 
 
 def verdict(*results):
@@ -44,7 +44,7 @@ def test_what_only_the_tolerance_sees_is_named_too():
 def test_precision_that_is_not_in_effect_is_the_reason():
     """TF32, or bfloat16 products under PyTorch's "medium": whatever else fails, this is named first."""
     results = [
-        *judging.precision("jax", {"float32": 11, "float64": 53}, ["float64", "float32"]),
+        *judging.precision(0, "jax", {"float32": 11, "float64": 53}, ["float64", "float32"]),
         result(OWN, SINGLE, Finding("q_proj", "bits", 11.2, 18.0, (0, 0, 0, 0))),
     ]
     entry = verdict(GOOD, *results)
@@ -53,7 +53,7 @@ def test_precision_that_is_not_in_effect_is_the_reason():
 
 
 def test_full_precision_holds():
-    results = judging.precision("jax", {"float32": 24, "float64": 53}, ["float64", "float32"])
+    results = judging.precision(0, "jax", {"float32": 24, "float64": 53}, ["float64", "float32"])
     assert verdict(GOOD, *results)["match"]
 
 

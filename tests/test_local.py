@@ -128,6 +128,12 @@ def test_finite_mask_is_certified(case, trace):
     assert not failed(judge(finite, case))
 
 
+@pytest.mark.parametrize("mask", [0.0, -10.0, -30.0])
+def test_mask_that_leaves_the_future_a_weight_is_named(case, trace, mask):
+    weak = dict(trace, masked_scores=np.where(np.isinf(trace["masked_scores"]), mask, trace["masked_scores"]))
+    assert "masked_scores" in failed(judge(weak, case))
+
+
 def test_exact_stage_reads_as_all_bits(case, trace):
     (finding,) = [f for f in judge(trace, case) if (f.stage, f.measure) == ("d_scores", "bits")]
     assert finding.value == 53 and math.isfinite(finding.limit)

@@ -34,6 +34,13 @@ class Finding(NamedTuple):
     where: tuple[int, ...] | None = None  # index of the worst element
 
     @property
+    def excess(self) -> float:
+        """How many times the limit is exceeded; for bits, how many are lacking."""
+        if self.measure.startswith("bits"):
+            return self.limit - self.value
+        return self.value / self.limit if self.limit else math.inf
+
+    @property
     def match(self) -> bool:
         """Whether the value keeps the limit, an upper one except for bits; NaN does not."""
         return bool(self.value >= self.limit if self.measure.startswith("bits") else self.value <= self.limit)
@@ -56,8 +63,8 @@ def usable(
 ) -> tuple[list[str], list[Finding]]:
     """The names that can be compared, and a finding for each that cannot: missing, unknown, misshapen or not finite.
 
-    Without this a missing stage, a broadcast shape or a NaN would pass in silence; and so would, where the run's `dtype`
-    is given, float64 that claims an accuracy which float32 has not.
+    Without this a missing stage, a broadcast shape or a NaN would pass in silence; and so would, where the run's
+    `dtype` is given, float64 that claims an accuracy which float32 has not.
     """
     names, findings = [], []
     for name in [*NAMES, *(name for name in trace if name not in EQUATION)]:
@@ -88,8 +95,16 @@ def visible(shape: tuple[int, ...]) -> Array:
 
 
 def compared(name: str, value: Array) -> Array:
-    """The value with what is not compared taken as zero: masked_scores where the future is (−∞, or a finite mask)."""
-    return np.where(visible(value.shape), value, 0) if name == "masked_scores" else value
+    """What is compared of a value: all of it, but of masked_scores' future only what the softmax would leave of it.
+
+    That may be −∞ or any mask that no score comes near; its weight against the row's largest, exp(m − max), is then 0.
+    """
+    if name != "masked_scores":
+        return value
+    seen = visible(value.shape)
+    largest = np.max(value, axis=-1, keepdims=True, where=seen, initial=-np.inf)
+    with np.errstate(invalid="ignore", over="ignore"):
+        return np.where(seen, value, np.exp(np.where(seen, 0, value - largest)))
 
 
 def errors(name: str, value: Array, truth: Array, scale: Array) -> tuple[float, float, tuple[int, ...]]:

@@ -187,8 +187,8 @@ class Stages:
         return self.product(q / math.sqrt(self.H), k, self.H, (self.B, self.N, self.T, self.T), more=3)
 
     def masked_scores(self) -> Local:
-        s = np.where(self.seen, self["scores"], 0)
-        return Local(s, np.zeros_like(s), np.abs(s), 1)
+        s = self["scores"]
+        return Local(np.where(self.seen, s, -np.inf), np.zeros_like(s), np.abs(np.where(self.seen, s, 0)), 1)
 
     def probs(self) -> Local:
         s = np.where(self.seen, self["masked_scores"], -np.inf)

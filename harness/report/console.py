@@ -101,6 +101,13 @@ def sentences(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name, framework in frameworks.items():
         if verdict(framework) == DIFFERS:
             yield DIFFERS, f"{name}: {divergence(framework['first_divergence'])}"
+    owners = dict.fromkeys(row["framework"] for row in document["checks"] if not row["match"])
+    for name in owners:
+        if name not in frameworks:
+            yield DIFFERS, f"{name}: Hugging Face's own layer is outside the tolerance; see the evidence."
+    for pair, between in document["pairwise"].items():
+        if not between["match"] and all(frameworks[name]["match"] for name in pair.split("/")):
+            yield DIFFERS, f"{pair}: each agrees with the layer, but not with the other; see the evidence."
     for name, framework in frameworks.items():
         if verdict(framework) == DID_NOT_RUN:
             yield DID_NOT_RUN, f"{name}: {framework['error']}"
