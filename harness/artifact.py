@@ -68,7 +68,7 @@ def write(document: Mapping[str, Any], path: str | Path) -> None:
     text = dumps(document)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
+        "w", encoding="utf-8", errors="backslashreplace", dir=path.parent, prefix=f".{path.name}.", delete=False
     ) as file:
         try:
             file.write(text)

@@ -289,6 +289,9 @@ def read_case(weights: Path, inputs: Mapping[str, Path] | None = None) -> Case:
         raise BadInput(
             f"{weights}: metadata 'source' does not say kind (seeded, checkpoint, hub) and layer; export it again"
         )
+    for key in ("model", "revision", "dtype"):
+        if not isinstance(source.get(key), str | None):
+            raise BadInput(f"{weights}: metadata 'source' has {key} {source[key]!r}, not a text; export it again")
     case = Case(
         name=weights.stem,
         config=config,
@@ -317,6 +320,8 @@ def read_inputs(case: Case, paths: Mapping[str, Path]) -> Case:
     for name, path in paths.items():
         arrays, metadata = read_tensors(path, ("hidden_states", "cos", "sin", "d_output"))
         made[name] = read_json(metadata.get("source"), f"{path}: metadata 'source'")
+        if not is_whole(made[name].get("seed", 0), 0):
+            raise BadInput(f"{path}: made from the seed {made[name]['seed']!r}, which is none; export it again")
         if made[name].get("theta") != case.theta:
             raise BadInput(
                 f"{path}: made for theta {made[name].get('theta')}, the layer has {case.theta}; export it again"
@@ -335,11 +340,15 @@ def read_inputs(case: Case, paths: Mapping[str, Path]) -> Case:
 def open_tensors(path: Path) -> Iterator[Any]:
     """A safetensors file to read from; whatever makes it unreadable becomes a BadInput."""
     try:
+        with path.open("rb"):  # says better than the library why it cannot
+            pass
         with safe_open(path, framework="numpy") as file:
             yield file
     except FileNotFoundError as error:
         raise BadInput(f"{path}: no such file") from error
-    except (OSError, SafetensorError, AttributeError, TypeError) as error:  # the last two: a dtype NumPy lacks
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read ({error.strerror or error})") from error
+    except (SafetensorError, AttributeError, TypeError) as error:  # the last two: a dtype NumPy lacks
         raise BadInput(f"{path}: not a readable safetensors file ({error})") from error
 
 
@@ -389,7 +398,7 @@ def layer_config(given: Mapping[str, Any], where: str) -> tuple[AttentionConfig,
         theta = float(given["rope_theta"])
     except KeyError as error:
         raise BadInput(f"{where}: the configuration lacks {error}") from error
-    except (TypeError, ValueError) as error:
+    except (OverflowError, TypeError, ValueError) as error:
         raise BadInput(f"{where}: the configuration is unusable: {error}") from error
     if not 0 < theta < math.inf:
         raise BadInput(f"{where}: rope_theta is {theta}; it must be a positive number")
@@ -400,9 +409,13 @@ def read_json(text: str | bytes | None, where: str) -> dict[str, Any]:
     """A JSON object, else BadInput."""
     if text is None:
         raise BadInput(f"{where} is missing; write the file with python -m harness.export")
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no JSON number")
+
     try:
-        value = json.loads(text)
-    except ValueError as error:
+        value = json.loads(text, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
         raise BadInput(f"{where} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise BadInput(f"{where} is not a JSON object")

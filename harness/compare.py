@@ -17,13 +17,13 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from threadpoolctl import threadpool_limits
 
 from harness import artifact, environment, judging, planted, scaling
 from harness.case import BadInput, Case
-from harness.export import Arguments, add_case_arguments, open_cases
+from harness.export import Arguments, add_case_arguments, command, open_cases
 from harness.judging import LAYER, Judged, Judging
 from harness.report.console import Progress, make_console, print_verdict
 from harness.runners import IMPLEMENTATIONS, REFERENCES, Setting, Unusable, Worker, give_way
@@ -48,9 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_layers(options.layer or [])
         words = ["python", "-m", "harness.compare", *(sys.argv[1:] if argv is None else argv)]
         document = compare(options, shlex.join(words))
-
     except (BadInput, Unusable) as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: {error.filename or 'this machine'}: {error.strerror or error}", file=sys.stderr)
         return 2
     except ReferenceFailed as error:
         print(f"error: {error}", file=sys.stderr)
@@ -132,7 +134,7 @@ def check_names(names: Sequence[str]) -> None:
     """Raises BadInput for an implementation that there is not."""
     for name in names:
         framework, _, bug = name.partition(":")
-        if framework not in (*IMPLEMENTATIONS, "hf-sdpa") or (bug and bug not in planted.names(framework)):
+        if framework not in (*IMPLEMENTATIONS, "hf-sdpa") or (":" in name and bug not in planted.names(framework)):
             known = ", ".join([*IMPLEMENTATIONS, "hf-sdpa"])
             raise BadInput(
                 f"--impl {name}: no such implementation; there are {known} (--list shows the planted bugs, too)"
@@ -173,7 +175,7 @@ def compare(options: argparse.Namespace, command: str) -> dict[str, Any]:
             workers.run(case, settings, judge, folder, keep_all=options.keep_all)
             results.append((case, judge.finish(), judge))
         document = assemble(results, settings, workers, command)
-        publish(document, folder / "traces", options.out)
+        publish(document, folder, options.out)
     return document
 
 
@@ -188,32 +190,61 @@ def threads(count: int, initializer: Callable[[], None] | None = None) -> Iterat
 
 
 def make_folder(out: Path) -> None:
-    """Raises BadInput where nothing can be written to `--out`."""
+    """Make `--out`, free of what killed runs left there. Raises BadInput where the results could not be put there."""
     try:
         out.mkdir(parents=True, exist_ok=True)
+        for left in out.glob(".run-*"):
+            if not _alive(left.name.split("-")[1]):
+                shutil.rmtree(left, ignore_errors=True)
         with tempfile.TemporaryFile(dir=out):
             pass
+        if (out / "attention_check.json").is_dir():
+            raise BadInput(f"--out {out}: attention_check.json is a folder there; choose another folder")
+        if (out / "traces").exists() and any(each.suffix != ".safetensors" for each in (out / "traces").iterdir()):
+            raise BadInput(
+                f"--out {out}: traces/ holds other files than traces, which a run replaces; choose another folder"
+            )
     except OSError as error:
         raise BadInput(f"--out {out}: cannot be written to ({error.strerror}); choose another folder") from error
+
+
+def _alive(process: str) -> bool:
+    """Whether a process of this number runs (or cannot be asked)."""
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, ValueError):
+        pass
+    return True
 
 
 @contextmanager
 def scratch(out: Path) -> Iterator[Path]:
     """A folder inside `out` for this run alone, gone at its end."""
-    folder = Path(tempfile.mkdtemp(prefix=".run-", dir=out)).resolve()
+    folder = Path(tempfile.mkdtemp(prefix=f".run-{os.getpid()}-", dir=out)).resolve()
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def publish(document: dict[str, Any], traces: Path, out: Path) -> None:
-    """Put the run's traces and then its artifact where they belong; until then the last run's are untouched."""
-    old = traces.parent / "old-traces"
-    if (out / "traces").exists():
-        (out / "traces").rename(old)
-    traces.rename(out / "traces")
-    artifact.write(document, out / "attention_check.json")
+def publish(document: dict[str, Any], folder: Path, out: Path) -> None:
+    """Put the run's traces and its artifact where they belong, both or none. Raises BadInput where it cannot."""
+    try:
+        artifact.write(document, folder / "attention_check.json")
+        if (out / "traces").exists():
+            (out / "traces").rename(folder / "old-traces")
+        try:
+            (folder / "traces").rename(out / "traces")
+            (folder / "attention_check.json").replace(out / "attention_check.json")
+        except OSError:
+            if (folder / "old-traces").exists():
+                (out / "traces").rename(folder / "traces")
+                (folder / "old-traces").rename(out / "traces")
+            raise
+    except OSError as error:
+        raise BadInput(f"--out {out}: cannot be written to ({error.strerror}); choose another folder") from error
 
 
 class Workers:
@@ -265,7 +296,7 @@ class Workers:
             )
         while busy:
             worker, event = self.events.get()
-            if self._handle(worker, event, judge):
+            if self._handle(worker, event, judge) and worker in busy:  # it may end after its job is done
                 busy.remove(worker)
 
     def _handle(self, worker: Worker, event: dict[str, Any], judge: Judging) -> bool:
@@ -286,7 +317,8 @@ class Workers:
             for each, seconds in event["seconds"].items():
                 self.seconds[each] = self.seconds.get(each, 0.0) + seconds
             self.matmul_bits |= dict.fromkeys(worker.names, event["matmul_bits"])
-            self.progress.finished(name, event["seconds"][worker.names[0]])
+            if worker.names[0] not in self.errors:
+                self.progress.finished(name, event["seconds"][worker.names[0]])
             return True
         elif what == "exit":
             self._fail(worker.names, event["error"])
@@ -383,24 +415,5 @@ def assemble(
     }
 
 
-def command() -> NoReturn:
-    """main() as a process: SIGTERM ends it as Ctrl-C does, and no thread that still computes is waited for."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, interrupt)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell's background job ignores it
-    try:
-        status = main()
-        sys.stdout.flush()
-    except SystemExit as end:
-        status = int(end.code or 0)
-    except BrokenPipeError:  # nobody reads on
-        status = 141
-    sys.stderr.flush()
-    os._exit(status)
-
-
 if __name__ == "__main__":
-    command()
+    command(main)

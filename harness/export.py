@@ -4,6 +4,8 @@ Reads `config.json` and the six tensors of the layer asked for, never the model,
 """
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -72,6 +74,10 @@ def open_case(
                 f"--layer {layer}: the seeded weights are one layer, number 0; --weights chooses a checkpoint"
             )
         return seeded_case(directory, seed or 0, B, T)
+    if weights.exists() and not (weights.is_dir() or weights.is_file()):
+        raise BadInput(
+            f"{weights}: neither a folder nor a file; give a checkpoint folder or an exported .safetensors file"
+        )
     if weights.is_dir():
         return write_inputs(directory, read_case(export_layer(weights, layer or 0, directory), {}), B, T, seed)
 
@@ -230,11 +236,41 @@ def add_case_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def open_cases(arguments: argparse.Namespace, directory: Path) -> list[Case]:
-    """A case for each layer asked for by `add_case_arguments`. Raises BadInput."""
-    return [
-        open_case(arguments.weights, layer, arguments.batch, arguments.seq_len, arguments.seed, directory)
-        for layer in arguments.layer or [None]
-    ]
+    """A case for each layer asked for by `add_case_arguments`. Raises BadInput, whatever is wrong with the files."""
+    try:
+        return [
+            open_case(arguments.weights, layer, arguments.batch, arguments.seq_len, arguments.seed, directory)
+            for layer in arguments.layer or [None]
+        ]
+    except OSError as error:
+        raise BadInput(f"{error.filename or arguments.weights}: {error.strerror or error}") from error
+    except (OverflowError, RecursionError, UnicodeError) as error:
+        raise BadInput(f"{arguments.weights}: unusable ({type(error).__name__}: {error})") from error
+
+
+def command(main: Callable[[], int]) -> NoReturn:
+    """A main() as a process: SIGTERM ends it as Ctrl-C does, and threads that still compute are not waited for."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # SIGINT also where a shell's background job ignores it
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), interrupt)
+    try:
+        status = main()
+        sys.stdout.flush()
+    except SystemExit as end:
+        status = int(end.code or 0)
+    except KeyboardInterrupt:
+        status = 130
+    except BrokenPipeError:  # nobody reads on
+        status = 141
+    except OSError as error:  # nothing can be printed
+        print(f"error: standard output: {error.strerror}", file=sys.stderr)
+        status = 2
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -260,4 +296,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command(main)

@@ -12,7 +12,7 @@ import itertools
 import math
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import replace
 from functools import cached_property
@@ -66,12 +66,11 @@ class Comparison(NamedTuple):
         return "local" if self.against == OWN else "tolerance"
 
     def traces(self) -> tuple[Key, ...]:
-        """The traces that it needs."""
+        """The traces that it needs: its own; what that is held against; last the truth, on which a tolerance rests."""
+        own, truth = Key(self.name, self.setting), Key(LAYER, self.setting._replace(dtype="float64"))
         if self.against == OWN:
-            return (Key(self.name, self.setting),)
-        if self.against == TRUTH:
-            return Key(self.name, self.setting), Key(LAYER, self.setting._replace(dtype="float64"))
-        return Key(self.name, self.setting), Key(self.against, self.setting)
+            return (own,)
+        return (own, truth) if self.against == TRUTH else (own, Key(self.against, self.setting), truth)
 
 
 class Judged(NamedTuple):
@@ -82,6 +81,11 @@ class Judged(NamedTuple):
     findings: list[Finding]
     max_abs: float
     mean_abs: float
+    not_checked: str | None = None  # why there are no findings
+
+
+class Untrusted(Exception):
+    """The rounding noise of a case cannot be trusted, so that nothing can be held against it."""
 
 
 def comparisons(names: Sequence[str], settings: Iterable[Setting]) -> Iterator[Comparison]:
@@ -111,6 +115,7 @@ class Judging:
         self.uses = Counter(key for comparison in self.waiting for key in comparison.traces())
         self.files: dict[Key, Mapping[str, str]] = {}
         self.traces: dict[Key, Trace] = {}
+        self.trusted: dict[Setting, bool] = {}
         self.lock = threading.Lock()
         self.results: list[Future[Judged]] = []
         self.tolerances = {
@@ -140,30 +145,53 @@ class Judging:
         page = numpy_attention.forward, numpy_attention.backward
         return tolerance.sample(*page, weights, inputs, d_output, self.case.config, fused=self.fused)
 
-    def _judge(self, comparison: Comparison) -> Judged:
-        name, setting, keys = comparison.name, comparison.setting, comparison.traces()
-        trace, other = self._fetch(keys[0]), self._fetch(keys[-1])
-        if comparison.gate == "local":
-            _, inputs, d_output = self.case.arrays(setting.input, setting.rope, "float64")
-            findings = local.judge(trace, self.factors, inputs, d_output, self.case.config)
-        elif comparison.gate == "structure":
-            given = replace(self.case, weights={key: self.case.weights[key] for key in structure.NORMS})
-            weights, inputs, _ = given.arrays(*setting)
-            findings = structure.judge(trace, other, weights, inputs, self.case.config, shown(name))
-            if {"probs", "d_probs", "d_masked_scores"} <= trace.keys():
-                findings.append(structure.judge_jacobian(trace, numpy_attention.softmax_jacobian))
-        else:
+    def _structure(self, trace: Trace, truth: Trace, setting: Setting, expected: Collection[str]) -> list[Finding]:
+        inputs = replace(self.case, weights={}).arrays(setting.input, setting.rope, "float64")[1]
+        return structure.judge(trace, truth, self.case.weights, inputs, self.case.config, expected)
+
+    def _tolerance(self, setting: Setting, truth: Trace) -> tolerance.Tolerance:
+        """The tolerance of a setting, once the page that it was drawn from is seen to be the layer, in float64.
+
+        Raises Untrusted where it is not: what a wrong page calls noise would excuse, or blame, the others.
+        """
+        try:
             noise = self.tolerances[setting].result()
-            fused = "hf-sdpa" in (name, comparison.against)
-            findings = tolerance.judge(
-                trace, other, noise, shown(name), comparison.against != TRUTH, fused, setting.dtype
-            )
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            raise Untrusted(f"the NumPy page fails: {type(error).__name__}: {error}") from error
+        if setting not in self.trusted:
+            findings = self._structure(noise.clean, truth, setting, noise.clean)
+            self.trusted[setting] = all(finding.match for finding in findings)
+        if not self.trusted[setting]:
+            raise Untrusted("the NumPy page, from which rounding noise is drawn, is not the layer in float64")
+        return noise
+
+    def _judge(self, comparison: Comparison) -> Judged:
+        keys, reason = comparison.traces(), None
+        own, *others = (self._fetch(key) for key in keys)
+        other = others[0] if others else own
+        try:
+            findings = self._findings(comparison, own, other, others[-1] if others else own)
+        except Untrusted as why:
+            findings, reason = [], str(why)
         error = np.array(math.inf)
-        if "output" in trace and trace["output"].shape == other["output"].shape:
-            error = np.abs(difference("output", trace["output"], other["output"]))
+        if "output" in own and own["output"].shape == other["output"].shape:
+            error = np.abs(difference("output", own["output"], other["output"]))
         for key in keys:
             self._release(key)
-        return Judged(self.case.layer, comparison, findings, float(np.max(error)), float(np.mean(error)))
+        return Judged(self.case.layer, comparison, findings, float(np.max(error)), float(np.mean(error)), reason)
+
+    def _findings(self, comparison: Comparison, trace: Trace, other: Trace, truth: Trace) -> list[Finding]:
+        name, against, setting = comparison
+        if comparison.gate == "local":
+            _, inputs, d_output = self.case.arrays(setting.input, setting.rope, "float64")
+            return local.judge(trace, self.factors, inputs, d_output, self.case.config)
+        if comparison.gate == "structure":
+            findings = self._structure(trace, truth, setting, shown(name))
+            if {"probs", "d_probs", "d_masked_scores"} <= trace.keys() and all(finding.where for finding in findings):
+                findings.append(structure.judge_jacobian(trace, numpy_attention.softmax_jacobian))
+            return findings
+        noise, fused = self._tolerance(setting, truth), "hf-sdpa" in (name, against)
+        return tolerance.judge(trace, other, noise, shown(name), against != TRUTH, fused, setting.dtype)
 
     def _fetch(self, key: Key) -> Trace:
         with self.lock:
@@ -228,7 +256,7 @@ def verdict(
     relative = [finding.value for _, finding in findings if finding.measure == "relative"]
     against = TRUTH if headline.dtype == "float64" else LAYER
     heads = [each for each in own if each.comparison == Comparison(name, against, headline)]  # one for each layer
-    shares = [finding.value / finding.limit for each, finding in findings if each.comparison.gate == "tolerance"]
+    shares = [finding.excess for each, finding in findings if each.comparison.gate == "tolerance"]
     return {
         "match": bool(findings) and all(finding.match for _, finding in findings),
         "max_abs_diff": _number(max((each.max_abs for each in heads), default=None)),
@@ -356,7 +384,8 @@ def not_checked(name: str, settings: Sequence[Setting], layers: Sequence[int], r
             said.append(f"{gate}: {dtype} was not asked for")
         elif lost := [each for each in wanted if (each[0], Comparison(name, TRUTH, each[1])) not in made]:
             said.append(f"{gate}: {len(lost)} of {len(wanted)} runs in {dtype} ended without a result")
-    return said
+    mine = (each for each in results if each.comparison.name == name and each.not_checked)
+    return [*said, *dict.fromkeys(f"{each.comparison.gate}: {each.not_checked}" for each in mine)]
 
 
 def _number(value: float | None) -> float | None:

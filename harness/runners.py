@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from harness.case import Case, read_case
@@ -256,7 +257,7 @@ def main(arguments: Sequence[str]) -> int:
     """The worker's process: import, answer jobs until standard input ends."""
     started = time.perf_counter()
     device, *names = arguments
-    say = _speaker()
+    say, jobs = _speaker(), _jobs()
     if names[0] not in REFERENCES:
         give_way()
     try:
@@ -265,7 +266,7 @@ def main(arguments: Sequence[str]) -> int:
         bits = precision(first)
         ready = time.perf_counter() - started
         say("ready", device=first.device, accelerator=first.accelerator, seconds=ready)
-        for line in sys.stdin:
+        for line in iter(jobs.get, ""):
             seconds = _work(json.loads(line), loaded, say)
             bits = {dtype: min(read, bits[dtype]) for dtype, read in precision(first).items()}  # before and after
             say("done", seconds={name: ready + spent for name, spent in seconds.items()}, matmul_bits=bits)
@@ -302,12 +303,19 @@ def _work(job: Mapping[str, Any], loaded: Mapping[str, Loaded], say: Callable[..
         say("running", name=name, setting=setting)
         try:
             trace = loaded[name].run(*case.arrays(*setting), case.config)
+            for entry, value in trace.items():
+                if value.dtype.kind not in "fV":  # V: bfloat16
+                    raise TypeError(f"{entry} holds {value.dtype} numbers")
         except Exception as error:
             traceback.print_exc()
             say("failed", name=name, error=_line(error))
             del seconds[name]
             continue
-        say("trace", name=name, setting=setting, files=_keep(trace, name, setting, case.layer, job))
+        try:
+            files = _keep(trace, name, setting, case.layer, job)
+        except (OSError, SafetensorError) as error:
+            raise Unusable(f"--out: a trace cannot be written ({error}); make room or choose another") from error
+        say("trace", name=name, setting=setting, files=files)
         seconds[name] += time.perf_counter() - start
     return seconds
 
@@ -323,6 +331,19 @@ def _keep(trace: Trace, name: str, setting: Setting, layer: int, job: Mapping[st
 def _line(error: Exception) -> str:
     """An exception in one line."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+
+
+def _jobs() -> "queue.SimpleQueue[str]":
+    """The lines of standard input. When it ends, the command is gone, and so is this process, whatever it is doing."""
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in sys.stdin:
+            lines.put(line)
+        os._exit(0)
+
+    threading.Thread(target=read, daemon=True).start()
+    return lines
 
 
 def _speaker() -> Callable[..., None]:

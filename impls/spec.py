@@ -38,7 +38,7 @@ class AttentionConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}; rotary embedding turns pairs, so it must be even")
-        if not 0 <= self.rms_norm_eps < 1:  # also refuses NaN
+        if not isinstance(self.rms_norm_eps, int | float) or not 0 <= self.rms_norm_eps < 1:  # also refuses NaN
             raise ValueError(f"rms_norm_eps is {self.rms_norm_eps!r}; it must be in [0, 1)")
         # a NumPy scalar would turn a float32 layer into a float64 one
         object.__setattr__(self, "rms_norm_eps", float(self.rms_norm_eps))

@@ -314,7 +314,7 @@ BAD_METADATA: dict[str, tuple[str, object, str]] = {
     "not an object": ("source", [1], "not a JSON object"),
     "field missing": ("config", {"head_dim": ...}, "lacks 'head_dim'"),
     "no theta": ("config", {"rope_theta": ...}, "lacks 'rope_theta'"),
-    "theta not finite": ("config", {"rope_theta": math.nan}, "rope_theta is nan"),
+    "theta not finite": ("config", {"rope_theta": math.nan}, "NaN is no JSON number"),
     "text for a number": ("config", {"rms_norm_eps": "small"}, "unusable"),
     "heads that do not divide": ("config", {"num_key_value_heads": 4}, "not a multiple"),
     "odd head_dim": ("config", {"head_dim": 9}, "must be even"),

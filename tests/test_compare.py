@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -99,7 +100,7 @@ def test_default_run(default_run: Path) -> None:
         assert framework["structure"] < 1e-13
     assert document["max_abs_diff"] == max(each["max_abs_diff"] for each in document["frameworks"].values())
     assert set(document["pairwise"]) == {"numpy/jax", "numpy/torch", "jax/torch"}
-    assert document["environment"]["matmul_bits"] == {"numpy": 24, "jax": 24, "torch": 24, "hf-eager": 24}
+    assert document["environment"]["matmul_bits"] == dict.fromkeys(("numpy", "jax", "torch", "hf-eager", "hf-sdpa"), 24)
     variances = [each["unscaled"]["variance"] / each["d_k"] for each in document["scaling"]["head_sizes"]]
     assert 0.9 < min(variances) <= max(variances) < 1.1
 
@@ -239,6 +240,67 @@ def test_reference_that_cannot_run_leaves_the_last_artifact(checkpoints: Path, t
     assert (tmp_path / "artifacts" / "attention_check.json").read_text() == "the last one"
 
 
+DAMAGE = {
+    "raises": ("layer = attention(weights, config, device)", "raise RuntimeError('boom')"),
+    "returns NaN": (
+        "    return {name: value",
+        '    trace["output"] = trace["output"] * float("nan")\n    return {name: value',
+    ),
+    "lacks a stage": ("    return {name: value", '    del trace["q_norm"]\n    return {name: value'),
+    "has another shape": (
+        "    return {name: value",
+        '    trace["heads"] = trace["heads"][:, :1]\n    return {name: value',
+    ),
+    "returns float16": (
+        "    return {name: value",
+        '    trace["output"] = trace["output"].half()\n    return {name: value',
+    ),
+    "returns complex": (
+        "    return {name: value",
+        '    trace["output"] = trace["output"] + 0j\n    return {name: value',
+    ),
+    "computes in float64": ("return torch.tensor(array,", "return torch.tensor(array, dtype=torch.float64,"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_implementation_takes_nobody_with_it(checkpoints: Path, tmp_path: Path, damage: str) -> None:
+    """A copy of the code whose PyTorch implementation fails in one way: NumPy keeps its verdict."""
+    old, new = DAMAGE[damage]
+    for part in ("impls", "harness"):
+        shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__"))
+    path = tmp_path / "impls" / "torch_attention.py"
+    assert path.read_text().count(old) == 1
+    path.write_text(path.read_text().replace(old, new))
+    weights = str(checkpoints / "tiny-float32-sharded")
+    done = run(tmp_path, "--weights", weights, "--impl", "numpy", "torch", PYTHONPATH=str(tmp_path))
+    cannot = damage in ("raises", "returns complex")
+    assert done.returncode == (3 if cannot else 1), done.stdout + done.stderr
+    assert not done.stderr
+    frameworks = read(tmp_path)["frameworks"]
+    assert frameworks["numpy"]["match"] and not frameworks["torch"]["match"]
+    if cannot:
+        assert frameworks["torch"]["error"] in ("RuntimeError: boom", "TypeError: output holds complex128 numbers")
+    else:
+        assert frameworks["torch"]["first_divergence"]["explanation"]
+
+
+def test_wrong_numpy_page_neither_excuses_nor_blames(checkpoints: Path, tmp_path: Path) -> None:
+    """Rounding noise is drawn from the page: where that is wrong, no tolerance is derived, and that is said."""
+    for part in ("impls", "harness"):
+        shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__"))
+    path = tmp_path / "impls" / "numpy_attention.py"
+    path.write_text(path.read_text().replace("np.repeat(x_BSKH, G, axis=2)", "np.tile(x_BSKH, (1, 1, G, 1))"))
+    weights = str(checkpoints / "tiny-float32-sharded")
+    done = run(tmp_path, "--weights", weights, "--impl", "numpy", "torch", PYTHONPATH=str(tmp_path))
+    assert done.returncode == 1
+    frameworks = read(tmp_path)["frameworks"]
+    assert frameworks["torch"]["match"] and frameworks["numpy"]["first_divergence"]["stage"] == "scores"
+    assert "the NumPy page, from which rounding noise is drawn, is not the layer" in str(
+        frameworks["torch"]["not_checked"]
+    )
+
+
 @pytest.fixture
 def untouched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with an artifact from before, which must be the same afterwards, and nothing beside it."""
@@ -256,6 +318,7 @@ def untouched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
         (["--impl", "numpi"], "--impl numpi: no such implementation; there are numpy, jax, torch, hf-sdpa"),
         (["--impl", "numpy:eps_1e-3"], "--impl numpy:eps_1e-3"),
         (["--impl", "numpy", "numpy"], "named twice"),
+        (["--impl", "numpy:"], "--impl numpy:: no such"),
         (["--impl"], "--impl"),
         (["--rope", "yarn"], "--rope"),
         (["--dtype", "int8"], "--dtype"),
@@ -277,6 +340,15 @@ def test_bad_input_is_one_line(untouched: Path, capsys: pytest.CaptureFixture[st
     out, err = capsys.readouterr()
     assert err.startswith("error: ") and err.count("\n") == 1 and words in err
     assert "MATCH" not in out
+
+
+def test_foreign_files_are_not_replaced(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out" / "traces").mkdir(parents=True)
+    (tmp_path / "out" / "traces" / "thesis.tex").write_text("years of work")
+    assert compare.main(["--out", "out"]) == 2
+    assert "traces/ holds other files than traces" in capsys.readouterr().err
+    assert (tmp_path / "out" / "traces" / "thesis.tex").read_text() == "years of work"
 
 
 def test_out_that_is_a_file_is_one_line(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from impls.spec import GRADIENTS, STAGES
+from impls.spec import GRADIENTS, STAGES, WEIGHTS, AttentionConfig, weight_shapes
 
 Array = np.ndarray
 Trace = Mapping[str, Array]
@@ -38,7 +38,9 @@ class Finding(NamedTuple):
         """How many times the limit is exceeded; for bits, how many are lacking."""
         if self.measure.startswith("bits"):
             return self.limit - self.value
-        return self.value / self.limit if self.limit else math.inf
+        if self.limit:
+            return self.value / self.limit
+        return 0.0 if self.value == 0 else math.inf
 
     @property
     def match(self) -> bool:
@@ -51,6 +53,14 @@ def letters(name: str) -> str:
     if name == "d_hidden_states":
         return "BTD"
     return _LETTERS.get(name.removeprefix("d_"), "")
+
+
+def shape(name: str, config: AttentionConfig, B: int, T: int) -> tuple[int, ...]:
+    """The shape of a trace's entry for an input of B sequences of T tokens."""
+    if name.removeprefix("d_") in WEIGHTS:
+        return weight_shapes(config)[name.removeprefix("d_")]
+    sizes = config.sizes() | {"B": B, "T": T, "S": T}
+    return tuple(sizes[letter] for letter in letters(name))
 
 
 def direction(name: str) -> str:
@@ -76,7 +86,7 @@ def usable(
             continue
         elif trace[name].shape != truth[name].shape:
             fault = "shape"
-        elif dtype is not None and trace[name].dtype != dtype:
+        elif (dtype is not None and trace[name].dtype != dtype) or trace[name].dtype.kind not in "fV":  # V: bfloat16
             fault = "dtype"
         elif not np.isfinite(compared(name, trace[name])).all():
             fault = "not finite"

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from harness.gates import Array, Finding, Trace, compared, letters, visible
+from harness.gates import Array, Finding, Trace, compared, letters, shape, visible
 from impls.spec import STAGES, AttentionConfig
 
 MARGIN = {"bits": 1.0, "bits of a head": 2.0, "bits of a position": 2.0}
@@ -68,8 +68,12 @@ def judge(
     """Findings for every stage and gradient that the trace holds together with what it is computed from.
 
     Args: a trace of one dtype with this unit roundoff; what the implementation was given, in float64. A stage that the
-    trace lacks cannot be certified, nor can those that are computed from it: see `uncertified`.
+    trace lacks (or has in another shape) cannot be certified, nor can those computed from it: see `uncertified`.
     """
+    B, T = d_output.shape[:2]
+    trace = {
+        name: value for name, value in trace.items() if name in EQUATIONS and value.shape == shape(name, config, B, T)
+    }
     stages = Stages(trace, weights, inputs, d_output, config, unit_roundoff)
     findings = []
     for name in EQUATIONS:

@@ -14,17 +14,14 @@ from impls.spec import AttentionConfig
 LIMIT = 1e-12
 """Relative. Correct implementations stay below 3e-14 (tests/test_campaign.py measures it); bugs begin at 1e-9."""
 
-NORMS = ("q_norm.weight", "k_norm.weight")
-"""The weights that the scales depend on."""
-
 
 def judge(
     trace: Trace, truth: Trace, weights: Trace, inputs: Trace, config: AttentionConfig, expected: Collection[str]
 ) -> list[Finding]:
     """One finding for each stage and gradient: the worst difference relative to the largest magnitude of its token.
 
-    Args: float64 traces; `inputs` and (of the weights, NORMS) as the implementation was given them; the names that are
-    `expected` in the trace.
+    Args: float64 traces; `weights` and `inputs` as the implementation was given them; the names that are `expected` in
+    the trace.
     The scale is per token, since relative to a whole tensor a lost path hides behind a token a million times larger;
     for the gradient of a weight it is the tensor's. Where the truth is exactly 0 (the first token's d_q: a softmax over
     one key does not move), the scale is floored by what a correct backward rounds against.
@@ -64,6 +61,7 @@ def score_gradient_scales(truth: Trace, weights: Trace, inputs: Trace, config: A
     d2["k"] = d2["k"].reshape(B, S, N // G, G, H).sum(axis=3)
 
     scales = {"d_masked_scores": np.sqrt(ds2), "d_scores": np.sqrt(ds2)}
+    hidden2 = np.zeros_like(inputs["hidden_states"])
     cos2, sin2 = inputs["cos"][:, :, None] ** 2, inputs["sin"][:, :, None] ** 2
     for path in ("q", "k"):
         rope2 = d2[path]
@@ -77,6 +75,9 @@ def score_gradient_scales(truth: Trace, weights: Trace, inputs: Trace, config: A
         scales[f"d_{path}_norm.weight"] = np.sqrt(weight2)
         largest2 = np.max(proj2, axis=(2, 3)) * np.max(inputs["hidden_states"] ** 2, axis=2)
         scales[f"d_{path}_proj.weight"] = np.sqrt(np.sum(largest2))
+        w = weights[f"{path}_proj.weight"].ravel()
+        hidden2 += np.sum(proj2, axis=(2, 3))[:, :, None] * (np.vdot(w, w) / w.size)
+    scales["d_hidden_states"] = np.sqrt(hidden2)
     return scales
 
 

@@ -16,6 +16,7 @@ import contextlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -44,6 +45,11 @@ class Spread:
     mean: float
     variance: float
 
+    @cached_property
+    def rms(self) -> float:
+        """rms(σ)."""
+        return math.sqrt(float(np.mean(np.square(self.sigma, dtype=np.float64))))
+
     @property
     def kappa(self) -> float:
         """How far a correct rms may lie above rms(σ): far where few degrees of freedom carry it (one large token).
@@ -65,11 +71,13 @@ class Spread:
 class Tolerance:
     """The spread of every stage and gradient of a case, for one unit roundoff u.
 
-    `recomputed` is what a fused kernel adds to the gradients by computing the probabilities anew for its backward.
+    `recomputed` is what a fused kernel adds to the gradients by computing the probabilities anew for its backward;
+    `clean`, the page's own stages and gradients: all of it is trusted only if they are the layer's.
     """
 
     spreads: dict[str, Spread]
     recomputed: dict[str, Spread]
+    clean: dict[str, Array]
     unit_roundoff: float
     samples: int
     seed: int
@@ -82,7 +90,7 @@ class Tolerance:
         """Limits of rms(error) and of max |error|/σ; an error between two rounded results has twice the variance."""
         spread = self.spread(name, fused)
         lam = math.log(spread.sigma.size / DELTA) / TAIL
-        rms = spread.kappa * _rms(spread.sigma)
+        rms = spread.kappa * spread.rms
         return (math.sqrt(2) * rms, 2 * lam) if rounded else (rms, lam)
 
 
@@ -136,6 +144,7 @@ def sample(
     clean: dict[str, Array] = {}
     cache = forward(weights, inputs, config, _recording(clean))[1]
     backward(d_output, cache, _recording(clean))
+    clean |= weight_gradients(clean, inputs["hidden_states"], d_output, config)
     noise = Noise(clean, weights, inputs, d_output, config, unit_roundoff)
     B, T = d_output.shape[:2]
     samples = 32 if B * T < 128 else 8
@@ -159,7 +168,9 @@ def sample(
         with contextlib.suppress(_Enough):
             backward(_tile(d_output, count), noisy, _recording(seen, count))
         recomputed.add(seen)
-    return Tolerance(tally.spreads(), recomputed.spreads(local=False) if fused else {}, unit_roundoff, samples, seed)
+    spreads, more = tally.spreads(), recomputed.spreads(local=False) if fused else {}
+    kept = {name: value for name, value in clean.items() if not name.endswith("weight")}
+    return Tolerance(spreads, more, kept, unit_roundoff, samples, seed)
 
 
 def _injecting(noise: "Noise", count: int, rng: np.random.Generator, clean: Trace, seen: dict[str, Array]) -> Observe:
@@ -185,6 +196,20 @@ def _recording(seen: dict[str, Array], count: int | None = None) -> Observe:
     return observe
 
 
+def weight_gradients(clean: Trace, x: Array, d_output: Array, config: AttentionConfig) -> dict[str, Array]:
+    """The weights' gradients from the stages' own, so that an error of the page in them widens no tolerance."""
+    rows = {
+        name: value.reshape(x.shape[0] * x.shape[1], -1) for name, value in {**clean, "x": x}.items() if value.ndim > 2
+    }
+    gradients = {f"d_{name}.weight": rows[f"d_{name}"].T @ rows["x"] for name in ("q_proj", "k_proj", "v_proj")}
+    gradients["d_o_proj.weight"] = d_output.reshape(len(rows["x"]), -1).T @ rows["heads"]
+    for path in ("q", "k"):
+        y = clean[f"{path}_proj"]
+        x_hat = y / np.sqrt(np.mean(y**2, axis=-1, keepdims=True) + config.rms_norm_eps)
+        gradients[f"d_{path}_norm.weight"] = np.sum(clean[f"d_{path}_norm"] * x_hat, axis=(0, 1, 2))
+    return gradients
+
+
 class _Enough(Exception):
     """Ends a backward whose remaining gradients are not wanted."""
 
@@ -198,11 +223,6 @@ def _chunks(total: int, size: int) -> Iterator[int]:
     while total > 0:
         yield min(size, total)
         total -= size
-
-
-def _rms(value: Array) -> float:
-    flat = value.reshape(-1)
-    return math.sqrt(float(np.dot(flat, flat)) / flat.size)
 
 
 class _Tally:

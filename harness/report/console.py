@@ -24,6 +24,7 @@ def make_console(file: IO[str] | None = None) -> Console:
     console = Console(file=file, highlight=False, markup=False, emoji=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = 100
+    console.width = max(console.width, 72)  # narrower, the table would lose its columns
     return console
 
 
