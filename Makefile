@@ -19,7 +19,7 @@ compare: .venv/installed
 	@$(BIN)/python -m harness.compare $(ARGS)
 
 test: .venv/installed-dev
-	@$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	@$(BIN)/python -m pytest -n 2 $(ARGS)
 
 lint: .venv/installed-dev
 	@$(BIN)/ruff check .

@@ -200,6 +200,7 @@ SCHEMA: dict[str, Any] = {
             )
         ),
         pairwise=table(record(open=True, max_abs_diff=nullable(SIZE), tolerance=nullable(SIZE), match=BOOL)),
+        blind_to=array(record(layer=INDEX, name=TEXT, says=TEXT, reason=TEXT)),
         scaling=record(
             open=True,
             note=TEXT,

@@ -21,12 +21,12 @@ from typing import Any
 
 from threadpoolctl import threadpool_limits
 
-from harness import artifact, environment, judging, planted, scaling
+from harness import artifact, bugs, environment, judging, scaling
 from harness.case import BadInput, Case
 from harness.export import Arguments, add_case_arguments, command, open_cases
 from harness.judging import LAYER, Judged, Judging
 from harness.report.console import Progress, make_console, print_verdict
-from harness.runners import IMPLEMENTATIONS, REFERENCES, Setting, Unusable, Worker, give_way
+from harness.runners import IMPLEMENTATIONS, PROBES, REFERENCES, Setting, Unusable, Worker, give_way
 from impls.spec import STAGES
 
 DTYPES = ("float64", "float32")
@@ -126,7 +126,7 @@ def print_list() -> int:
     print("implementations  " + " ".join([*IMPLEMENTATIONS, "hf-sdpa"]))
     print("stages           " + " ".join(stage.name for stage in STAGES))
     for framework in IMPLEMENTATIONS:
-        print(f"planted bugs     {framework}:" + f" {framework}:".join(planted.names(framework)))
+        print(f"planted bugs     {framework}:" + f" {framework}:".join(bugs.names(framework)))
     return 0
 
 
@@ -134,7 +134,7 @@ def check_names(names: Sequence[str]) -> None:
     """Raises BadInput for an implementation that there is not."""
     for name in names:
         framework, _, bug = name.partition(":")
-        if framework not in (*IMPLEMENTATIONS, "hf-sdpa") or (":" in name and bug not in planted.names(framework)):
+        if framework not in (*IMPLEMENTATIONS, "hf-sdpa") or (":" in name and bug not in bugs.names(framework)):
             known = ", ".join([*IMPLEMENTATIONS, "hf-sdpa"])
             raise BadInput(
                 f"--impl {name}: no such implementation; there are {known} (--list shows the planted bugs, too)"
@@ -282,6 +282,7 @@ class Workers:
     def run(self, case: Case, settings: Sequence[Setting], judge: Judging, folder: Path, keep_all: bool) -> None:
         """Have all of them run one case, and hand each trace to the judge as it lands."""
         paths = {name: str(path) for name, path in case.paths.items()}
+        exact = PROBES if any(setting.dtype == "float32" for setting in settings) else ()
         needed = list(dict.fromkeys(each for s in settings for each in (s._replace(dtype="float64"), s)))
         busy = [worker for worker in self.workers if worker.process.poll() is None]
         for worker in busy:
@@ -289,7 +290,7 @@ class Workers:
                 weights=paths["weights"],
                 inputs={name: path for name, path in paths.items() if name != "weights"},
                 sha256=case.sha256,
-                settings=needed if LAYER in worker.names else list(settings),
+                settings=[*(needed if LAYER in worker.names else settings), *exact],
                 traces=str(folder / "traces"),
                 scratch=str(folder),
                 keep_all=keep_all,
@@ -309,6 +310,8 @@ class Workers:
             self.progress.phase(name, " ".join(event["setting"]))
         elif what == "trace":
             judge.land(event["name"], Setting(*event["setting"]), event["files"])
+        elif what == "skipped":
+            judge.skip(event["name"], Setting(*event["setting"]), event["reason"])
         elif what == "unusable":
             raise Unusable(event["message"])
         elif what == "failed":
@@ -364,6 +367,9 @@ def assemble(
     for name in workers.names:
         entry = judging.verdict(name, everything, headline, noise, case.config.head_dim)
         entry["error"] = workers.errors.get(name)
+        if first := entry["first_divergence"]:
+            said = next(filter(None, (judge.diagnosis(name) for _, _, judge in results)), None)
+            first["explanation"] += f" It agrees with {said} to rounding." if said else ""
         entry["match"] = entry["match"] and entry["error"] is None
         entry["seconds"] = workers.seconds.get(name)
         entry["not_checked"] = judging.not_checked(name, settings, layers, everything)
@@ -394,6 +400,7 @@ def assemble(
         "mean_abs_diff": max((entry["mean_abs_diff"] for entry in ran), default=None),
         "frameworks": frameworks,
         "pairwise": pairwise,
+        "blind_to": [{"layer": case.layer, **bug} for case, _, judge in results for bug in judge.blind.result()],
         "scaling": scaling.measure() | {"parameters": scaling.parameters(case.config)},
         "weights": {
             "source": case.source,

@@ -4,6 +4,7 @@ The truth is Hugging Face's eager layer in float64. An implementation is compare
 
     in float64 with the truth                      gate S, and 3.9 with the Jacobian built in full
     in float32 with each stage's own inputs        gate L, which needs no other trace
+    in float32 with exact answers, on probes       gate P, where a correct layer does not round
     in float32 with the truth                      gate T: its own rounding
     in float32 with the layer, and each other      gate T: the rounding of two
 """
@@ -20,20 +21,34 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from safetensors.numpy import load_file
 
+from harness import planted
 from harness.artifact import Row, judged
 from harness.case import Case
 from harness.environment import SIGNIFICAND
-from harness.gates import EQUATION, NAMES, Finding, Trace, difference, direction, letters, local, structure, tolerance
-from harness.runners import REFERENCES, Setting, fetch, shown
+from harness.gates import (
+    EQUATION,
+    NAMES,
+    Finding,
+    Trace,
+    difference,
+    direction,
+    letters,
+    local,
+    probes,
+    structure,
+    tolerance,
+)
+from harness.runners import PROBES, REFERENCES, Setting, fetch, probe, shown
 from impls import numpy_attention
 
 LAYER = "hf-eager"
 """Hugging Face's layer: in a row's `against`, in the row's own dtype."""
 TRUTH, JACOBIAN, OWN = "truth", "jacobian", "own inputs"
 """In a row's `against`: the layer in float64; for 3.9, the Jacobian built in full; for gate L, its own values."""
-OPERANDS = "operands"
-"""In a row's `against`: the operands of a matrix product, of which so many bits are read."""
+OPERANDS, EXACT = "operands", "exact"
+"""In a row's `against`: the operands of a matrix product, of which so many bits are read; the answer of a probe."""
 
 RULE = (
     "rounding noise injected at every stage of the float64 reference gives σ for each element; "
@@ -59,8 +74,8 @@ class Comparison(NamedTuple):
     @property
     def gate(self) -> str:
         """Which gate: in float64 nothing but structure is left to see."""
-        if self.against == OPERANDS:
-            return "precision"
+        if self.against in (OPERANDS, EXACT):
+            return "precision" if self.against == OPERANDS else "probes"
         if self.setting.dtype == "float64":
             return "structure"
         return "local" if self.against == OWN else "tolerance"
@@ -68,7 +83,7 @@ class Comparison(NamedTuple):
     def traces(self) -> tuple[Key, ...]:
         """The traces that it needs: its own; what that is held against; last the truth, on which a tolerance rests."""
         own, truth = Key(self.name, self.setting), Key(LAYER, self.setting._replace(dtype="float64"))
-        if self.against == OWN:
+        if self.against in (OWN, EXACT):
             return (own,)
         return (own, truth) if self.against == TRUTH else (own, Key(self.against, self.setting), truth)
 
@@ -82,6 +97,10 @@ class Judged(NamedTuple):
     max_abs: float
     mean_abs: float
     not_checked: str | None = None  # why there are no findings
+
+
+ERRORS = (ArithmeticError, AttributeError, LookupError, NameError, TypeError, ValueError)
+"""What a broken NumPy page may raise, or a planted bug whose line no longer stands in it."""
 
 
 class Untrusted(Exception):
@@ -99,6 +118,8 @@ def comparisons(names: Sequence[str], settings: Iterable[Setting]) -> Iterator[C
             yield from (Comparison(name, LAYER, setting) for name in names)
             pairs = itertools.combinations([name for name in names if name not in REFERENCES], 2)
             yield from (Comparison(name, other, setting) for name, other in pairs)
+    if any(setting.dtype == "float32" for setting in settings):
+        yield from (Comparison(name, EXACT, setting) for setting in PROBES for name in names)
 
 
 class Judging:
@@ -118,9 +139,11 @@ class Judging:
         self.trusted: dict[Setting, bool] = {}
         self.lock = threading.Lock()
         self.results: list[Future[Judged]] = []
+        self.skipped: list[Judged] = []
         self.tolerances = {
             setting: sampler.submit(self._sample, setting) for setting in settings if setting.dtype != "float64"
         }
+        self.blind = sampler.submit(self._blind_to)
 
     def land(self, name: str, setting: Setting, files: Mapping[str, str]) -> None:
         """A trace has been written."""
@@ -129,9 +152,15 @@ class Judging:
         self.waiting = [comparison for comparison in self.waiting if comparison not in ready]
         self.results += [self.pool.submit(self._judge, comparison) for comparison in ready]
 
+    def skip(self, name: str, setting: Setting, reason: str) -> None:
+        """A run was impossible, through no fault of the implementation: what waits for it is not checked."""
+        gone = [comparison for comparison in self.waiting if Key(name, setting) in comparison.traces()]
+        self.waiting = [comparison for comparison in self.waiting if comparison not in gone]
+        self.skipped += [Judged(self.case.layer, each, [], math.inf, math.inf, reason) for each in gone]
+
     def finish(self) -> list[Judged]:
         """Wait for all that could be compared; what never landed stays in `waiting`."""
-        return [result.result() for result in self.results]
+        return [*self.skipped, *(result.result() for result in self.results)]
 
     @cached_property
     def factors(self) -> dict[str, local.Factor]:
@@ -145,6 +174,24 @@ class Judging:
         page = numpy_attention.forward, numpy_attention.backward
         return tolerance.sample(*page, weights, inputs, d_output, self.case.config, fused=self.fused)
 
+    def _blind_to(self) -> list[dict[str, str]]:
+        """What no input of this case can show; nothing where the page from which that is found cannot be run."""
+        try:
+            noise = {setting: future.result() for setting, future in self.tolerances.items()}
+            return planted.blind_to(self.case, noise)
+        except ERRORS:
+            return []
+
+    def diagnosis(self, name: str) -> str | None:
+        """What a failing implementation did, in words, where one of the planted bugs does the same down to rounding."""
+        traces = {key.setting: load_file(files[""]) for key, files in self.files.items() if key.name == name}
+        shown_by_case = {setting: trace for setting, trace in traces.items() if setting not in PROBES}
+        try:
+            noise = {setting: future.result() for setting, future in self.tolerances.items()}
+            return planted.diagnose(self.case, shown_by_case, noise)
+        except ERRORS:
+            return None
+
     def _structure(self, trace: Trace, truth: Trace, setting: Setting, expected: Collection[str]) -> list[Finding]:
         inputs = replace(self.case, weights={}).arrays(setting.input, setting.rope, "float64")[1]
         return structure.judge(trace, truth, self.case.weights, inputs, self.case.config, expected)
@@ -156,7 +203,7 @@ class Judging:
         """
         try:
             noise = self.tolerances[setting].result()
-        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        except ERRORS as error:
             raise Untrusted(f"the NumPy page fails: {type(error).__name__}: {error}") from error
         if setting not in self.trusted:
             findings = self._structure(noise.clean, truth, setting, noise.clean)
@@ -182,6 +229,8 @@ class Judging:
 
     def _findings(self, comparison: Comparison, trace: Trace, other: Trace, truth: Trace) -> list[Finding]:
         name, against, setting = comparison
+        if comparison.gate == "probes":
+            return probes.judge(trace, probe(setting.input, self.case.config), shown(name))
         if comparison.gate == "local":
             _, inputs, d_output = self.case.arrays(setting.input, setting.rope, "float64")
             return local.judge(trace, self.factors, inputs, d_output, self.case.config)
@@ -250,7 +299,7 @@ def verdict(
     own = [
         result
         for result in results
-        if result.comparison.name == name and result.comparison.against in (TRUTH, LAYER, OWN, OPERANDS)
+        if result.comparison.name == name and result.comparison.against in (TRUTH, LAYER, OWN, OPERANDS, EXACT)
     ]
     findings = [(result, finding) for result in own for finding in result.findings]
     relative = [finding.value for _, finding in findings if finding.measure == "relative"]
@@ -294,13 +343,13 @@ def first_divergence(failed: Sequence[tuple[Judged, Finding]], head_dim: int) ->
     local certificate, else by tolerance."""
     if not failed:
         return None
-    gates = ("precision", "structure", "local", "tolerance")
+    gates = ("precision", "structure", "local", "probes", "tolerance")
     order = {name: index for index, name in enumerate(NAMES)}
 
     def place(each: tuple[Judged, Finding]) -> tuple[bool, int, int, float]:
         gate, finding = each[0].comparison.gate, each[1]
         stage = order.get(finding.stage, -1 if gate == "precision" else len(order))
-        return gate == "tolerance", stage, gates.index(gate), -finding.excess
+        return gate in ("tolerance", "probes"), stage, gates.index(gate), -finding.excess
 
     result, finding = min(failed, key=place)
     name = finding.stage
@@ -343,6 +392,9 @@ def explanation(result: Judged, finding: Finding) -> str:
         before = "all that is computed before it agrees" if direction(name) == "forward" else "the forward pass agrees"
         text = f"It is off by {value:.1e} of its token's size, rounding by less than {limit:.0e} {at}"
         return f"{text}: another computation, and {before}."
+    if finding.measure == "exact":
+        text = f"It is off by {value:.1e} of its largest value on the {setting.input} (layer {result.layer})"
+        return f"{text}, where a correct layer does not round."
     if finding.measure == "bound":
         return f"From its own inputs it errs {value:.1e} times as much as any order of summation can {at}."
     if result.comparison.gate == "precision":

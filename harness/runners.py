@@ -31,6 +31,7 @@ from safetensors.numpy import load_file, save_file
 
 from harness.case import Case, read_case
 from harness.environment import matmul_bits
+from harness.gates import probes
 from impls.spec import GRADIENTS, STAGES, AttentionConfig, Observe, keep
 
 Array = np.ndarray
@@ -59,6 +60,28 @@ class Setting(NamedTuple):
     dtype: str
 
 
+PROBES = tuple(Setting(f"probe {name}", "model", "float32") for name in probes.NAMES)
+"""Runs of gate P: inputs and weights of their own, for the case's geometry."""
+
+
+@functools.cache
+def probe(name: str, config: AttentionConfig) -> probes.Probe:
+    """The probe of a setting's input, B = 2 and T = 12, or as many tokens as the hidden size tells apart.
+
+    Raises ValueError where none can be built for this geometry.
+    """
+    tokens = max(1, min(12, (config.hidden_size - 1) // 2))
+    return probes.build(name.removeprefix("probe "), config, tokens, batch=2)
+
+
+def given(case: Case, setting: Setting) -> tuple[dict[str, Array], dict[str, Array], Array]:
+    """What an implementation is given: weights, inputs, d_output. Raises ValueError where a probe cannot be built."""
+    if setting in PROBES:
+        made = probe(setting.input, case.config)
+        return made.weights, made.inputs, made.d_output
+    return case.arrays(*setting)
+
+
 class Unusable(Exception):
     """What was asked for cannot be had on this machine; the message is the one line that the user gets."""
 
@@ -77,8 +100,7 @@ class Loaded(NamedTuple):
 
 def run(name: str, case: Case, setting: Setting, device: str = "cpu") -> Trace:
     """The trace of one implementation: every stage, and the gradient of every stage, weight and input."""
-    weights, inputs, d_output = case.arrays(*setting)
-    return load(name, device).run(weights, inputs, d_output, case.config)
+    return load(name, device).run(*given(case, setting), case.config)
 
 
 def load(name: str, device: str = "cpu") -> Loaded:
@@ -88,9 +110,9 @@ def load(name: str, device: str = "cpu") -> Loaded:
     """
     framework, _, bug = name.partition(":")
     if bug:
-        from harness import planted
+        from harness import bugs
 
-        planted.plant(framework, bug)
+        bugs.plant(framework, bug)
     if framework == "numpy":
         return Loaded(run_numpy, np.matmul, "cpu", None)
     return _load_jax(device) if framework == "jax" else _load_torch(framework, device)
@@ -188,7 +210,8 @@ class Worker:
     """A process that runs one or several implementations; its events arrive in a queue as (worker, event).
 
     Events, by their key "event": ready (device, accelerator, seconds), running (name, setting), trace (name, setting,
-    files), done (seconds, matmul_bits), unusable (message), failed (error, perhaps a name), exit (error: why it ended).
+    files), skipped (name, setting, reason), done (seconds, matmul_bits), unusable (message), failed (error, perhaps a
+    name), exit (error: why it ended).
     """
 
     def __init__(self, names: Sequence[str], device: str, events: "queue.SimpleQueue[tuple[Worker, dict[str, Any]]]"):
@@ -302,7 +325,12 @@ def _work(job: Mapping[str, Any], loaded: Mapping[str, Loaded], say: Callable[..
         start = time.perf_counter()
         say("running", name=name, setting=setting)
         try:
-            trace = loaded[name].run(*case.arrays(*setting), case.config)
+            arrays = given(case, setting)
+        except ValueError as error:
+            say("skipped", name=name, setting=setting, reason=str(error))
+            continue
+        try:
+            trace = loaded[name].run(*arrays, case.config)
             for entry, value in trace.items():
                 if value.dtype.kind not in "fV":  # V: bfloat16
                     raise TypeError(f"{entry} holds {value.dtype} numbers")
@@ -322,8 +350,8 @@ def _work(job: Mapping[str, Any], loaded: Mapping[str, Loaded], say: Callable[..
 
 def _keep(trace: Trace, name: str, setting: Setting, layer: int, job: Mapping[str, Any]) -> dict[str, str]:
     """Store a trace: with those that stay (all but float64 ones that are not the truth), or to be judged and go."""
-    stays = job["keep_all"] or setting.dtype != "float64" or name == "hf-eager"
-    stem = f"{name.replace(':', '-')}.layer{layer}.{setting.input}.{setting.rope}.{setting.dtype}"
+    stays = job["keep_all"] or (setting not in PROBES and (setting.dtype != "float64" or name == "hf-eager"))
+    stem = f"{name}.layer{layer}.{setting.input}.{setting.rope}.{setting.dtype}".replace(":", "-").replace(" ", "-")
     path = Path(job["traces"] if stays else job["scratch"]) / f"{stem}.safetensors"
     return store(trace, path, None if job["keep_all"] else Path(job["scratch"]))
 

@@ -71,6 +71,7 @@ def document(**changes: Any) -> dict[str, Any]:
         "mean_abs_diff": 8.1e-7,
         "frameworks": {"numpy": framework(), "jax": framework(max_abs_diff=7.4e-6), "torch": framework()},
         "checks": [artifact.judged(6.9e-6, 2.3e-5, **WHERE)._asdict()],
+        "blind_to": [],
         "pairwise": {"numpy/jax": {"max_abs_diff": 3e-6, "tolerance": 4.6e-5, "match": True}},
         "scaling": {"note": "", "head_sizes": [{"d_k": 16}], "parameters": {"equation": "3.12", "many_heads": 1}},
         "weights": {"source": {"kind": "seeded", "seed": 0}, "sha256": sha},

@@ -118,6 +118,13 @@ def test_what_is_missing_is_not_certified_and_said(case, trace):
     assert set(local.uncertified({"output": trace["output"]})) == set(NAMES)
 
 
+def test_misshapen_stage_is_left_out_with_what_it_leads_to(case, trace):
+    """Gates S and T report it; here nothing can be computed from it."""
+    findings = judge(dict(trace, heads=trace["heads"][:, :1], q_magic=trace["heads"]), case)
+    assert not failed(findings)
+    assert {finding.stage for finding in findings} == set(NAMES) - {"heads", "output", "d_o_proj.weight"}
+
+
 def test_nan_fails(case, trace):
     broken = dict(trace, q_norm=np.where(trace["q_norm"] > 1, np.nan, trace["q_norm"]))
     assert "q_norm" in failed(judge(broken, case))

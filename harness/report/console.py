@@ -40,6 +40,8 @@ def print_verdict(document: Mapping[str, Any], console: Console, path: str | Pat
     for name, framework in document["frameworks"].items():
         for what in framework["not_checked"]:
             console.print(Text(f"Not checked  {name}: {what}"))
+    for reason, names in blind_spots(document).items():
+        console.print(Text(f"Cannot be seen here  {listed(names)}: {reason}"))
     if path is not None:
         console.print(Text(f"Evidence: {path}"), soft_wrap=True)
 
@@ -126,6 +128,14 @@ def divergence(first: Mapping[str, Any] | None) -> str:
     text = f"first at {first['stage']} ({'eq. ' * equation[:1].isdigit()}{equation}, {first['direction']})"
     text += "".join(f", {what} {first[what]}" for what in ("head", "position") if first[what] is not None)
     return f"{text}. {first['explanation'] or ''}".rstrip()
+
+
+def blind_spots(document: Mapping[str, Any]) -> dict[str, list[str]]:
+    """What this case cannot show, by reason: bugs that would move its output by no more than rounding."""
+    spots: dict[str, dict[str, None]] = {}
+    for bug in document["blind_to"]:
+        spots.setdefault(bug["reason"].partition(" (")[0], {})[bug["name"]] = None
+    return {reason: list(names) for reason, names in spots.items()}
 
 
 def number(value: float | None) -> str:
