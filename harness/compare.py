@@ -78,9 +78,9 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--impl",
         nargs="+",
-        default=[*IMPLEMENTATIONS, "hf-sdpa"],
+        default=list(IMPLEMENTATIONS),
         metavar="NAME",
-        help="which implementations (default: numpy jax torch hf-sdpa; --list names all)",
+        help="which implementations (default: numpy jax torch; --list names all)",
     )
     run.add_argument(
         "--rope",
@@ -162,7 +162,7 @@ def compare(options: argparse.Namespace, command: str) -> dict[str, Any]:
     with (
         scratch(options.out) as folder,
         threadpool_limits(1),  # one for each process, of which as many run as there are cores
-        threads(2) as pool,
+        threads(2, give_way) as pool,
         threads(1, give_way) as sampler,
         Progress(console, options.quiet) as progress,
         Workers(options.impl, options.device, progress) as workers,
@@ -171,7 +171,7 @@ def compare(options: argparse.Namespace, command: str) -> dict[str, Any]:
         results: list[tuple[Case, list[Judged], Judging]] = []
         for case in open_cases(options, Path("weights")):
             settings = [Setting(name, rope, dtype) for name in case.inputs for rope in ropes for dtype in dtypes]
-            judge = Judging(case, options.impl, settings, pool, sampler)
+            judge = Judging(case, options.impl, settings, pool, sampler, folder)
             workers.run(case, settings, judge, folder, keep_all=options.keep_all)
             results.append((case, judge.finish(), judge))
         document = assemble(results, settings, workers, command)
@@ -282,7 +282,7 @@ class Workers:
     def run(self, case: Case, settings: Sequence[Setting], judge: Judging, folder: Path, keep_all: bool) -> None:
         """Have all of them run one case, and hand each trace to the judge as it lands."""
         paths = {name: str(path) for name, path in case.paths.items()}
-        exact = PROBES if any(setting.dtype == "float32" for setting in settings) else ()
+        exact = [setting for setting in PROBES if setting.input in judge.answers]
         needed = list(dict.fromkeys(each for s in settings for each in (s._replace(dtype="float64"), s)))
         busy = [worker for worker in self.workers if worker.process.poll() is None]
         for worker in busy:
@@ -290,7 +290,7 @@ class Workers:
                 weights=paths["weights"],
                 inputs={name: path for name, path in paths.items() if name != "weights"},
                 sha256=case.sha256,
-                settings=[*(needed if LAYER in worker.names else settings), *exact],
+                settings=needed if LAYER in worker.names else [*settings, *exact],
                 traces=str(folder / "traces"),
                 scratch=str(folder),
                 keep_all=keep_all,
@@ -310,8 +310,6 @@ class Workers:
             self.progress.phase(name, " ".join(event["setting"]))
         elif what == "trace":
             judge.land(event["name"], Setting(*event["setting"]), event["files"])
-        elif what == "skipped":
-            judge.skip(event["name"], Setting(*event["setting"]), event["reason"])
         elif what == "unusable":
             raise Unusable(event["message"])
         elif what == "failed":

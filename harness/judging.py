@@ -40,7 +40,7 @@ from harness.gates import (
     structure,
     tolerance,
 )
-from harness.runners import PROBES, REFERENCES, Setting, fetch, probe, shown
+from harness.runners import PROBES, REFERENCES, Setting, fetch, probe_cases, shown
 from impls import numpy_attention
 
 LAYER = "hf-eager"
@@ -107,29 +107,38 @@ class Untrusted(Exception):
     """The rounding noise of a case cannot be trusted, so that nothing can be held against it."""
 
 
-def comparisons(names: Sequence[str], settings: Iterable[Setting]) -> Iterator[Comparison]:
+def comparisons(names: Sequence[str], settings: Sequence[Setting]) -> Iterator[Comparison]:
     """Every comparison to make between implementations and the layer, itself not among `names`."""
     for setting in settings:
         if setting.dtype == "float64":
             yield from (Comparison(name, TRUTH, setting) for name in names)
         else:
-            yield from (Comparison(name, OWN, setting) for name in names)
+            if setting.rope == "model" or setting._replace(rope="model") not in settings:
+                yield from (Comparison(name, OWN, setting) for name in names)  # neutral RoPE has no stage of its own
             yield from (Comparison(name, TRUTH, setting) for name in [LAYER, *names])
             yield from (Comparison(name, LAYER, setting) for name in names)
             pairs = itertools.combinations([name for name in names if name not in REFERENCES], 2)
             yield from (Comparison(name, other, setting) for name, other in pairs)
     if any(setting.dtype == "float32" for setting in settings):
-        yield from (Comparison(name, EXACT, setting) for setting in PROBES for name in names)
+        probed = [name for name in names if name not in REFERENCES]
+        yield from (Comparison(name, EXACT, setting) for setting in PROBES for name in probed)
 
 
 class Judging:
     """The comparisons of one case, each made as soon as its two traces have landed.
 
     names: the implementations, without the layer itself. pool and sampler: where comparisons and gate T's noise run.
+    folder: receives the probes.
     """
 
     def __init__(
-        self, case: Case, names: Sequence[str], settings: Sequence[Setting], pool: Executor, sampler: Executor
+        self,
+        case: Case,
+        names: Sequence[str],
+        settings: Sequence[Setting],
+        pool: Executor,
+        sampler: Executor,
+        folder: Path,
     ):
         self.case, self.pool, self.fused = case, pool, "hf-sdpa" in names
         self.waiting = list(comparisons(names, settings))
@@ -144,6 +153,9 @@ class Judging:
             setting: sampler.submit(self._sample, setting) for setting in settings if setting.dtype != "float64"
         }
         self.blind = sampler.submit(self._blind_to)
+        self.answers, reasons = probe_cases(case.config, folder) if self.tolerances else ({}, {})
+        for comparison in [each for each in self.waiting if each.setting.input in reasons]:
+            self.skip(comparison, reasons[comparison.setting.input])
 
     def land(self, name: str, setting: Setting, files: Mapping[str, str]) -> None:
         """A trace has been written."""
@@ -152,11 +164,10 @@ class Judging:
         self.waiting = [comparison for comparison in self.waiting if comparison not in ready]
         self.results += [self.pool.submit(self._judge, comparison) for comparison in ready]
 
-    def skip(self, name: str, setting: Setting, reason: str) -> None:
-        """A run was impossible, through no fault of the implementation: what waits for it is not checked."""
-        gone = [comparison for comparison in self.waiting if Key(name, setting) in comparison.traces()]
-        self.waiting = [comparison for comparison in self.waiting if comparison not in gone]
-        self.skipped += [Judged(self.case.layer, each, [], math.inf, math.inf, reason) for each in gone]
+    def skip(self, comparison: Comparison, reason: str) -> None:
+        """A comparison that cannot be made, through no fault of the implementation."""
+        self.waiting.remove(comparison)
+        self.skipped.append(Judged(self.case.layer, comparison, [], math.inf, math.inf, reason))
 
     def finish(self) -> list[Judged]:
         """Wait for all that could be compared; what never landed stays in `waiting`."""
@@ -230,7 +241,7 @@ class Judging:
     def _findings(self, comparison: Comparison, trace: Trace, other: Trace, truth: Trace) -> list[Finding]:
         name, against, setting = comparison
         if comparison.gate == "probes":
-            return probes.judge(trace, probe(setting.input, self.case.config), shown(name))
+            return probes.judge(trace, self.answers[setting.input], shown(name))
         if comparison.gate == "local":
             _, inputs, d_output = self.case.arrays(setting.input, setting.rope, "float64")
             return local.judge(trace, self.factors, inputs, d_output, self.case.config)
@@ -436,6 +447,8 @@ def not_checked(name: str, settings: Sequence[Setting], layers: Sequence[int], r
             said.append(f"{gate}: {dtype} was not asked for")
         elif lost := [each for each in wanted if (each[0], Comparison(name, TRUTH, each[1])) not in made]:
             said.append(f"{gate}: {len(lost)} of {len(wanted)} runs in {dtype} ended without a result")
+    if name in REFERENCES:
+        said.append("probes: they are for what is compared with Hugging Face's layer")
     mine = (each for each in results if each.comparison.name == name and each.not_checked)
     return [*said, *dict.fromkeys(f"{each.comparison.gate}: {each.not_checked}" for each in mine)]
 

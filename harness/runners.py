@@ -29,10 +29,10 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from harness.case import Case, read_case
+from harness.case import Case, read_case, write_tensors
 from harness.environment import matmul_bits
 from harness.gates import probes
-from impls.spec import GRADIENTS, STAGES, AttentionConfig, Observe, keep
+from impls.spec import GRADIENTS, STAGES, WEIGHTS, AttentionConfig, Observe, keep
 
 Array = np.ndarray
 Trace = dict[str, Array]
@@ -64,22 +64,36 @@ PROBES = tuple(Setting(f"probe {name}", "model", "float32") for name in probes.N
 """Runs of gate P: inputs and weights of their own, for the case's geometry."""
 
 
-@functools.cache
-def probe(name: str, config: AttentionConfig) -> probes.Probe:
-    """The probe of a setting's input, B = 2 and T = 12, or as many tokens as the hidden size tells apart.
+def probe_cases(config: AttentionConfig, folder: Path) -> tuple[dict[str, probes.Probe], dict[str, str]]:
+    """The probes for a layer's geometry, their answers by the input of a setting, and why some could not be built.
 
-    Raises ValueError where none can be built for this geometry.
+    B = 2 and T = 12, or as many tokens as the hidden size tells apart. What implementations are given is written to
+    `folder`, not kept.
     """
     tokens = max(1, min(12, (config.hidden_size - 1) // 2))
-    return probes.build(name.removeprefix("probe "), config, tokens, batch=2)
+    answers, reasons = {}, {}
+    for name in (setting.input for setting in PROBES):
+        try:
+            made = probes.build(name.removeprefix("probe "), config, tokens, batch=2)
+        except ValueError as error:
+            reasons[name] = str(error)
+            continue
+        write_tensors(_probe_file(folder, name), {**made.weights, **made.inputs, "d_output": made.d_output}, {})
+        answers[name] = made._replace(weights={}, inputs={})
+    return answers, reasons
 
 
-def given(case: Case, setting: Setting) -> tuple[dict[str, Array], dict[str, Array], Array]:
-    """What an implementation is given: weights, inputs, d_output. Raises ValueError where a probe cannot be built."""
-    if setting in PROBES:
-        made = probe(setting.input, case.config)
-        return made.weights, made.inputs, made.d_output
-    return case.arrays(*setting)
+def _probe_file(folder: Path, name: str) -> Path:
+    return folder / f"{name.replace(' ', '-')}.safetensors"
+
+
+def given(case: Case, setting: Setting, folder: Path) -> tuple[Trace, Trace, Array]:
+    """What an implementation is given: weights, inputs and d_output of the case, or of a probe in `folder`."""
+    if setting not in PROBES:
+        return case.arrays(*setting)
+    arrays = load_file(_probe_file(folder, setting.input))
+    d_output = arrays.pop("d_output")
+    return {name: arrays.pop(name) for name in WEIGHTS}, arrays, d_output
 
 
 class Unusable(Exception):
@@ -100,7 +114,7 @@ class Loaded(NamedTuple):
 
 def run(name: str, case: Case, setting: Setting, device: str = "cpu") -> Trace:
     """The trace of one implementation: every stage, and the gradient of every stage, weight and input."""
-    return load(name, device).run(*given(case, setting), case.config)
+    return load(name, device).run(*case.arrays(*setting), case.config)
 
 
 def load(name: str, device: str = "cpu") -> Loaded:
@@ -210,8 +224,7 @@ class Worker:
     """A process that runs one or several implementations; its events arrive in a queue as (worker, event).
 
     Events, by their key "event": ready (device, accelerator, seconds), running (name, setting), trace (name, setting,
-    files), skipped (name, setting, reason), done (seconds, matmul_bits), unusable (message), failed (error, perhaps a
-    name), exit (error: why it ended).
+    files), done (seconds, matmul_bits), unusable (message), failed (error, perhaps a name), exit (error: why it ended).
     """
 
     def __init__(self, names: Sequence[str], device: str, events: "queue.SimpleQueue[tuple[Worker, dict[str, Any]]]"):
@@ -310,7 +323,7 @@ def precision(loaded: Loaded) -> dict[str, int]:
 def give_way() -> None:
     """Let this thread run after others: transformers takes longest to import, and all wait for the reference."""
     with contextlib.suppress(AttributeError, OSError):  # where threads have no priority of their own
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 15)
 
 
 def _work(job: Mapping[str, Any], loaded: Mapping[str, Loaded], say: Callable[..., None]) -> dict[str, float]:
@@ -325,12 +338,7 @@ def _work(job: Mapping[str, Any], loaded: Mapping[str, Loaded], say: Callable[..
         start = time.perf_counter()
         say("running", name=name, setting=setting)
         try:
-            arrays = given(case, setting)
-        except ValueError as error:
-            say("skipped", name=name, setting=setting, reason=str(error))
-            continue
-        try:
-            trace = loaded[name].run(*arrays, case.config)
+            trace = loaded[name].run(*given(case, setting, Path(job["scratch"])), case.config)
             for entry, value in trace.items():
                 if value.dtype.kind not in "fV":  # V: bfloat16
                     raise TypeError(f"{entry} holds {value.dtype} numbers")

@@ -94,7 +94,7 @@ def is_json_proper(text: str) -> None:
 
 def is_a_match(document: dict[str, Any]) -> None:
     assert document["match"] and document["exit_status"] == 0
-    assert set(document["frameworks"]) == {"numpy", "jax", "torch", "hf-sdpa"}
+    assert set(document["frameworks"]) == {"numpy", "jax", "torch"}
     assert document["weights"]["source"]["kind"] == "seeded"
     assert "not Qwen's trained weights" in document["weights"]["description"]
     assert set(document["inputs"]) == {"chapter", "stress"}
@@ -106,7 +106,7 @@ def is_a_match(document: dict[str, Any]) -> None:
         assert framework["structure"] < 1e-13
     assert document["max_abs_diff"] == max(each["max_abs_diff"] for each in document["frameworks"].values())
     assert set(document["pairwise"]) == {"numpy/jax", "numpy/torch", "jax/torch"}
-    assert document["environment"]["matmul_bits"] == dict.fromkeys(("numpy", "jax", "torch", "hf-eager", "hf-sdpa"), 24)
+    assert document["environment"]["matmul_bits"] == dict.fromkeys(("numpy", "jax", "torch", "hf-eager"), 24)
     variances = [each["unscaled"]["variance"] / each["d_k"] for each in document["scaling"]["head_sizes"]]
     assert 0.9 < min(variances) <= max(variances) < 1.1
 
@@ -126,7 +126,8 @@ def checks_everything(document: dict[str, Any]) -> None:
                     for against in ("truth", "hf-eager"):
                         assert {(framework, against, *scene, name, m) for m in ("rms", "max/sigma")} <= rows
                 assert (framework, "jacobian", *scene, "d_masked_scores", "jacobian") in rows
-                assert {(framework, "own inputs", *scene, name, m) for name in NAMES for m in ("bound", "bits")} <= rows
+            scene = (input_, "model")
+            assert {(framework, "own inputs", *scene, name, m) for name in NAMES for m in ("bound", "bits")} <= rows
         for probe in PROBES:
             assert {(framework, "exact", probe.input, "model", name, "exact") for name in NAMES} <= rows
 
@@ -134,7 +135,7 @@ def checks_everything(document: dict[str, Any]) -> None:
 def leaves_small_traces(artifacts: Path) -> None:
     traces = list((artifacts / "traces").iterdir())
     assert sum(path.stat().st_size for path in traces) < 50e6
-    assert {path.name.split(".")[0] for path in traces} == {"numpy", "jax", "torch", "hf-eager", "hf-sdpa"}
+    assert {path.name.split(".")[0] for path in traces} == {"numpy", "jax", "torch", "hf-eager"}
     trace = load_file(artifacts / "traces" / "numpy.layer0.stress.model.float32.safetensors")
     assert trace["q_norm"].shape == (1, 12, 16, 128) and trace["d_hidden_states"].dtype == np.float32
     assert set(trace) == {name for name in NAMES if not name.endswith("proj.weight")}
@@ -153,7 +154,8 @@ def is_read_in_five_seconds(text: str) -> None:
 )
 def test_checkpoint(checkpoints: Path, tmp_path: Path, name: str) -> None:
     """Layers 0 and 1 of a checkpoint, whatever its dtype and however many files it has."""
-    done = run(tmp_path, "--weights", str(checkpoints / name), "--layer", "0", "1", "--rope", "model")
+    names = ["numpy", "jax", "torch", "hf-sdpa"]
+    done = run(tmp_path, "--weights", str(checkpoints / name), "--layer", "0", "1", "--rope", "model", "--impl", *names)
     assert done.returncode == 0, done.stdout + done.stderr
     document = read(tmp_path)
     assert document["layers"] == [0, 1] and {row["layer"] for row in document["checks"]} == {0, 1}

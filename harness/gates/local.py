@@ -78,7 +78,8 @@ def judge(
     findings = []
     for name in EQUATIONS:
         if name not in uncertified(trace):
-            findings += _judge(name, trace[name], EQUATIONS[name](stages), -math.log2(unit_roundoff))
+            judge_entry = _judge_weight if name in FACTORS else _judge
+            findings += judge_entry(name, trace[name], stages, -math.log2(unit_roundoff))
     return findings
 
 
@@ -87,7 +88,26 @@ def uncertified(trace: Trace) -> list[str]:
     return [name for name in EQUATIONS if not ({name, *NEEDS[name]} <= trace.keys())]
 
 
-def _judge(name: str, value: Array, local: Local, precision: float) -> list[Finding]:
+def _judge_weight(name: str, value: Array, stages: "Stages", precision: float) -> list[Finding]:
+    """The gradient of a projection's weight, by rows that stay in the cache: it has millions of elements."""
+    left, right = FACTORS[name]
+    worst, where, total = -1.0, (0, 0), 0.0
+    for start in range(0, len(value), 64):
+        local = stages.d_weight(left, right, slice(start, start + 64))
+        error = np.abs(value[start : start + 64] - local.value)
+        ratio = error / (local.bound + TINY)
+        row, column = _at(ratio)
+        if not ratio[row, column] <= worst:  # also NaN
+            worst, where = float(ratio[row, column]), (start + row, column)
+        error /= local.scale + TINY / 2**-precision
+        total += float(np.vdot(error, error))
+    bits = min(-math.log2(total / value.size + 2.0**-106) / 2, 53.0) if math.isfinite(total) else math.nan
+    limit = precision - math.log2(local.n) / 2 - MARGIN["bits"]
+    return [Finding(name, "bound", worst, 1.0, where), Finding(name, "bits", bits, limit, where)]
+
+
+def _judge(name: str, value: Array, stages: "Stages", precision: float) -> list[Finding]:
+    local = EQUATIONS[name](stages)
     error = np.abs(compared(name, np.asarray(value, np.float64)) - compared(name, local.value))
     ratio = error / (local.bound + TINY)
     where = _at(ratio)
@@ -268,8 +288,8 @@ class Stages:
         value, bound = sum(part.value for part in parts), sum(part.bound for part in parts)
         return Local(np.asarray(value), np.asarray(bound), np.sqrt(sum(part.scale**2 for part in parts)), n)
 
-    def d_weight(self, left: str, right: str) -> Local:
-        d, x = self.rows(left).T, self.rows(right)
+    def d_weight(self, left: str, right: str, rows: slice = slice(None)) -> Local:
+        d, x = self.rows(left).T[rows], self.rows(right)
         return self.product(d, x, self.B * self.T, (len(d), x.shape[1]))
 
     def d_norm_weight(self, path: str) -> Local:
@@ -309,6 +329,14 @@ class Stages:
         return x * r, r, self[f"d_{path}_norm"]
 
 
+FACTORS: dict[str, tuple[str, str]] = {
+    "d_q_proj.weight": ("d_q_proj", "hidden_states"),
+    "d_k_proj.weight": ("d_k_proj", "hidden_states"),
+    "d_v_proj.weight": ("d_v_proj", "hidden_states"),
+    "d_o_proj.weight": ("d_output", "heads"),
+}
+"""A weight's gradient is the sum over tokens of an outer product: of what went back and what came in."""
+
 EQUATIONS: dict[str, Callable[[Stages], Local]] = {
     "q_proj": lambda t: t.project("q_proj"),
     "k_proj": lambda t: t.project("k_proj"),
@@ -334,12 +362,12 @@ EQUATIONS: dict[str, Callable[[Stages], Local]] = {
     "d_q_proj": lambda t: t.d_proj("q"),
     "d_k_proj": lambda t: t.d_proj("k"),
     "d_hidden_states": Stages.d_hidden_states,
-    "d_q_proj.weight": lambda t: t.d_weight("d_q_proj", "hidden_states"),
-    "d_k_proj.weight": lambda t: t.d_weight("d_k_proj", "hidden_states"),
-    "d_v_proj.weight": lambda t: t.d_weight("d_v_proj", "hidden_states"),
+    "d_q_proj.weight": lambda t: t.d_weight(*FACTORS["d_q_proj.weight"]),
+    "d_k_proj.weight": lambda t: t.d_weight(*FACTORS["d_k_proj.weight"]),
+    "d_v_proj.weight": lambda t: t.d_weight(*FACTORS["d_v_proj.weight"]),
     "d_q_norm.weight": lambda t: t.d_norm_weight("q"),
     "d_k_norm.weight": lambda t: t.d_norm_weight("k"),
-    "d_o_proj.weight": lambda t: t.d_weight("d_output", "heads"),
+    "d_o_proj.weight": lambda t: t.d_weight(*FACTORS["d_o_proj.weight"]),
 }
 """How each entry is computed from the entries before it, in the order of `NAMES`."""
 

@@ -293,8 +293,8 @@ class _Tally:
 
 
 def _smooth(name: str, variance: Array) -> Array:
-    """½ σ² + ½ its row's mean, over the keys that are visible where the row is one of scores."""
-    if "scores" in name or name == "probs":
+    """½ σ² + ½ its row's mean, over the visible keys where the future is exactly 0 or −∞ (it is not in `scores`)."""
+    if name in ("masked_scores", "probs", "d_masked_scores", "d_scores"):
         seen = visible(variance.shape)
         mean = np.sum(variance * seen, axis=-1, keepdims=True) / np.sum(seen, axis=-1, keepdims=True)
         return np.where(seen, (variance + mean) / 2, variance)
