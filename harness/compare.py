@@ -125,8 +125,10 @@ def print_list() -> int:
     """--list: what can be named on the command line and in a trace."""
     print("implementations  " + " ".join([*IMPLEMENTATIONS, "hf-sdpa"]))
     print("stages           " + " ".join(stage.name for stage in STAGES))
-    for framework in IMPLEMENTATIONS:
-        print(f"planted bugs     {framework}:" + f" {framework}:".join(bugs.names(framework)))
+    print("planted bugs     an implementation with one of them in it agrees with …")
+    for bug in bugs.BUGS:
+        for framework in bug.frameworks:
+            print(f"  {f'{framework}:{bug.name}':42} {bug.says}")
     return 0
 
 

@@ -41,7 +41,7 @@ def print_verdict(document: Mapping[str, Any], console: Console, path: str | Pat
         for what in framework["not_checked"]:
             console.print(Text(f"Not checked  {name}: {what}"))
     for reason, names in blind_spots(document).items():
-        console.print(Text(f"Cannot be seen here  {listed(names)}: {reason}"))
+        console.print(Text(f"Hidden from the output  {listed(names)}: {reason}"))
     if path is not None:
         console.print(Text(f"Evidence: {path}"), soft_wrap=True)
 
