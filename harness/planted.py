@@ -12,6 +12,7 @@ import contextlib
 import functools
 import math
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,7 +33,7 @@ from threadpoolctl import threadpool_limits
 from harness import artifact
 from harness.bugs import BUGS, Bug, bf16, compiled, stands, variant
 from harness.case import BadInput, Case
-from harness.export import Arguments, add_case_arguments, open_cases
+from harness.export import Arguments, add_case_arguments, command, open_cases
 from harness.gates import NAMES, Array, Finding, Trace, compared, errors, local, probes, structure
 from harness.gates import tolerance as tolerances_of
 from harness.gates.tolerance import Tolerance
@@ -447,8 +448,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit status: 0 every bug is caught, 1 one is not, 2 unusable input."""
     try:
         options = make_parser().parse_args(argv)
-        command = f"python -m harness.planted {' '.join(sys.argv[1:] if argv is None else argv)}".strip()
-        document = plant_all(options, command)
+        words = ["python", "-m", "harness.planted", *(sys.argv[1:] if argv is None else argv)]
+        document = plant_all(options, shlex.join(words))
     except BadInput as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -555,4 +556,4 @@ def show(document: Mapping[str, Any], console: Console) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command(main)
