@@ -27,7 +27,7 @@ lint: .venv/installed-dev
 	@$(BIN)/mypy
 
 campaign: .venv/installed-dev
-	@$(BIN)/python -m pytest -n 2 -m campaign -s $(ARGS)
+	@$(BIN)/python -m pytest -m campaign -s $(ARGS)  # not in parallel: it prints the shares that were used
 
 # The adapter around Hugging Face's layer must run on both ends of the range that pyproject.toml allows.
 oldest:
