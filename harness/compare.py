@@ -25,7 +25,8 @@ from harness import artifact, bugs, environment, judging, scaling
 from harness.case import BadInput, Case
 from harness.export import Arguments, add_case_arguments, command, open_cases
 from harness.judging import LAYER, Judged, Judging
-from harness.report.console import Progress, make_console, print_verdict
+from harness.report import render
+from harness.report.console import Progress, make_console
 from harness.runners import IMPLEMENTATIONS, PROBES, REFERENCES, Setting, Unusable, Worker, give_way
 from impls.spec import STAGES
 
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted; the last artifact is as it was", file=sys.stderr)
         return 130
     if not options.quiet:
-        print_verdict(document, make_console(), options.out / "attention_check.json")
+        render(document, options.out / "attention_check.json")
     return int(document["exit_status"])
 
 

@@ -153,7 +153,7 @@ class Scene:
                 self.projections[id(x), id(w)] = (x, w, project(x, w, heads))
             return self.projections[id(x), id(w)][2]
 
-        module.project = remembered  # type: ignore[attr-defined]
+        module.__dict__["project"] = remembered
 
 
 def diagnose(

@@ -1,7 +1,7 @@
 """Runs an implementation on a case: in this process, or in one of its own that leaves its traces as files.
 
-    run(name, case, setting) -> trace          here
-    Worker(names, device, events)              there
+    load(name).run(weights, inputs, d_output, config) -> trace     here
+    Worker(names, device, events)                                  there
 
 An implementation never shares a process with another one or with the judges: none can read, or write into, what
 another computed, and one that crashes takes nobody with it. `python -m harness.runners DEVICE NAME …` is that process.
@@ -110,11 +110,6 @@ class Loaded(NamedTuple):
     matmul: Callable[[Array, Array], Array]
     device: str
     accelerator: str | None
-
-
-def run(name: str, case: Case, setting: Setting, device: str = "cpu") -> Trace:
-    """The trace of one implementation: every stage, and the gradient of every stage, weight and input."""
-    return load(name, device).run(*case.arrays(*setting), case.config)
 
 
 def load(name: str, device: str = "cpu") -> Loaded:

@@ -16,7 +16,7 @@ def printed(doc: dict[str, Any], width: int = 80, path: str | None = "artifacts/
     jsonschema.validate(doc, artifact.SCHEMA)
     console = Console(file=io.StringIO(), width=width)
     print_verdict(doc, console, path)
-    return console.file.getvalue()  # type: ignore[attr-defined]
+    return console.file.getvalue()
 
 
 def failing() -> dict[str, Any]:
@@ -95,23 +95,23 @@ def terminal(monkeypatch: pytest.MonkeyPatch, **variables: str) -> Console:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     file = io.StringIO()
-    file.isatty = lambda: True  # type: ignore[method-assign]
+    file.isatty = lambda: True
     return make_console(file)
 
 
 def test_colour_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
     coloured = terminal(monkeypatch, TERM="xterm-256color", COLUMNS="90")
     print_verdict(failing(), coloured)
-    assert "\x1b[1;31mDIFFERS" in coloured.file.getvalue()  # type: ignore[attr-defined]
+    assert "\x1b[1;31mDIFFERS" in coloured.file.getvalue()
     plain = terminal(monkeypatch, TERM="xterm-256color", COLUMNS="90", NO_COLOR="1")
     print_verdict(failing(), plain)
-    text = plain.file.getvalue()  # type: ignore[attr-defined]
+    text = plain.file.getvalue()
     assert "\x1b[1;31m" not in text and "31m" not in text and "DIFFERS" in text
     monkeypatch.delenv("COLUMNS")
     piped = make_console(io.StringIO())
     assert piped.width == 100
     print_verdict(failing(), piped)
-    assert "\x1b" not in piped.file.getvalue()  # type: ignore[attr-defined]
+    assert "\x1b" not in piped.file.getvalue()
 
 
 def test_a_stream_without_unicode_still_gets_the_verdict() -> None:
@@ -139,14 +139,14 @@ def run(progress: Progress) -> None:
 def test_progress_piped_is_a_line_as_each_ends() -> None:
     console = make_console(io.StringIO())
     run(Progress(console))
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    lines = console.file.getvalue().splitlines()
     assert lines == ["numpy: done in 1.2 s", "torch: did not run: no module [torch]", "jax: done in 3.0 s"]
 
 
 def test_progress_on_a_terminal_is_live_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     console = terminal(monkeypatch, TERM="xterm", COLUMNS="80")
     run(Progress(console))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = console.file.getvalue()
     assert "compiling" in text and "0:00:0" in text and "did not run: no module [torch]" in text
     assert text.rstrip("\n").endswith("\x1b[2K"), "the last thing it does is to erase its lines"
 
@@ -154,7 +154,7 @@ def test_progress_on_a_terminal_is_live_and_leaves_nothing(monkeypatch: pytest.M
 def test_quiet_progress_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for console in (make_console(io.StringIO()), terminal(monkeypatch, TERM="xterm")):
         run(Progress(console, quiet=True))
-        assert console.file.getvalue() == ""  # type: ignore[attr-defined]
+        assert console.file.getvalue() == ""
 
 
 def test_render(capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,8 @@ from harness.gates import Array, Finding, Trace, compared, letters, shape, visib
 from impls.spec import STAGES, AttentionConfig
 
 MARGIN = {"bits": 1.0, "bits of a head": 2.0, "bits of a position": 2.0}
-"""Bits that a correct stage may fall short of p − ½ log2(n)."""
+"""Bits that a correct stage may fall short of p − ½ log2(n). Seen on 13 shapes, 2 inputs, 5 implementations: none
+but a score at T = 1, 0.4 short in one head. The campaign of 880 cases holds them."""
 TINY = 2.0**-126
 """float32's smallest normal number: below it, rounding is absolute."""
 

