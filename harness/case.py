@@ -77,10 +77,30 @@ class Case:
         at = f" at revision {revision}" if revision else ""
         return f"layer {self.layer} of the checkpoint {model}{at} ({dtype} on disk)"
 
+    def rounded(self, dtype: str) -> "Case":
+        """The case whose weights and inputs are rounded to bfloat16 or float16; for a longer dtype, the case itself.
+
+        Raises BadInput where a value is beyond float16.
+        """
+        if np.dtype(dtype).itemsize > 2:
+            return self
+
+        def short(arrays: Arrays, where: Path) -> Arrays:
+            with np.errstate(over="ignore"):
+                result = {name: value.astype(dtype).astype(np.float32) for name, value in arrays.items()}
+            for name, value in result.items():
+                if not np.isfinite(value).all():
+                    raise BadInput(f"{where}: {name} has values beyond {dtype}; use --dtype bfloat16 or float32")
+            return result
+
+        inputs = {name: short(arrays, self.paths[name]) for name, arrays in self.inputs.items()}
+        return replace(self, weights=short(self.weights, self.paths["weights"]), inputs=inputs)
+
     def arrays(self, input: str, rope: str, dtype: str) -> tuple[Arrays, Arrays, Array]:
         """What an implementation is given: weights, inputs (hidden_states, cos, sin) and d_output of this input.
 
-        Contiguous, converted once to `dtype` ("float32" or "float64"); what is already so is not copied.
+        Contiguous, converted once to `dtype`, one of FLOATS; what is already so is not copied. A float64 run that is
+        the truth of a shorter one starts from the same values: see `rounded`.
         `rope` is "model" (the tables) or "neutral" (cos = 1, sin = 0: the rotation that turns nothing).
         """
         if rope not in ("model", "neutral"):

@@ -91,8 +91,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     run.add_argument(
         "--dtype",
-        choices=DTYPES,
-        help="only this one (default: float64 for the structure and float32 for the tolerance)",
+        choices=[*DTYPES, "bfloat16", "float16"],
+        help="only this one (default: float64 for the structure, float32 for the rest). bfloat16 and float16: every "
+        "value rounded where the layer rounds it, by NumPy in float32 arithmetic, by JAX and PyTorch natively",
     )
     run.add_argument(
         "--device", choices=["cpu", "gpu", "auto"], default="cpu", help="where JAX and PyTorch compute (default: cpu)"
@@ -174,6 +175,7 @@ def compare(options: argparse.Namespace, command: str) -> dict[str, Any]:
         results: list[tuple[Case, list[Judged], Judging]] = []
         for case in open_cases(options, Path("weights")):
             settings = [Setting(name, rope, dtype) for name in case.inputs for rope in ropes for dtype in dtypes]
+            case = case.rounded(dtypes[-1])
             judge = Judging(case, options.impl, settings, pool, sampler, folder)
             workers.run(case, settings, judge, folder, keep_all=options.keep_all)
             results.append((case, judge.finish(), judge))
@@ -293,6 +295,7 @@ class Workers:
                 weights=paths["weights"],
                 inputs={name: path for name, path in paths.items() if name != "weights"},
                 sha256=case.sha256,
+                given=settings[-1].dtype,
                 settings=needed if LAYER in worker.names else [*settings, *exact],
                 traces=str(folder / "traces"),
                 scratch=str(folder),
@@ -353,7 +356,7 @@ def assemble(
 ) -> dict[str, Any]:
     """The artifact of a run, from the judged comparisons of each case (one for each layer)."""
     case, _, judge = results[0]
-    headline = max(settings, key=lambda s: (s.input == "chapter", s.rope == "neutral", s.dtype == "float32"))
+    headline = max(settings, key=lambda s: (s.input == "chapter", s.rope == "neutral", s.dtype != "float64"))
     noise = judge.tolerances[headline].result() if headline in judge.tolerances else None
     dtypes = dict.fromkeys(setting.dtype for setting in settings)
     precision = [
@@ -418,7 +421,10 @@ def assemble(
             "seconds": workers.seconds.get(LAYER),
         },
         "environment": environment.describe(next(filter(None, workers.accelerators.values()), None))
-        | {"versions": versions, "matmul_bits": {name: bits["float32"] for name, bits in workers.matmul_bits.items()}},
+        | {
+            "versions": versions,
+            "matmul_bits": {name: bits[headline.dtype] for name, bits in workers.matmul_bits.items()},
+        },
         "checks": checks,
     }
 

@@ -3,10 +3,12 @@
 The truth is Hugging Face's eager layer in float64. An implementation is compared
 
     in float64 with the truth                      gate S, and 3.9 with the Jacobian built in full
-    in float32 with each stage's own inputs        gate L, which needs no other trace
     in float32 with exact answers, on probes       gate P, where a correct layer does not round
+    in float32 with each stage's own inputs        gate L, which needs no other trace
     in float32 with the truth                      gate T: its own rounding
     in float32 with the layer, and each other      gate T: the rounding of two
+
+A run in bfloat16 or float16 is put before L and T in that dtype, and before the truth of the same short values.
 """
 
 import itertools
@@ -30,6 +32,7 @@ from harness.environment import SIGNIFICAND
 from harness.gates import (
     EQUATION,
     NAMES,
+    ROUNDING,
     Finding,
     Trace,
     difference,
@@ -83,9 +86,9 @@ class Comparison(NamedTuple):
     def traces(self) -> tuple[Key, ...]:
         """The traces that it needs: its own; what that is held against; last the truth, on which a tolerance rests."""
         own, truth = Key(self.name, self.setting), Key(LAYER, self.setting._replace(dtype="float64"))
-        if self.against in (OWN, EXACT):
+        if self.against == EXACT or (self.against == OWN and self.setting.dtype != "float16"):
             return (own,)
-        return (own, truth) if self.against == TRUTH else (own, Key(self.against, self.setting), truth)
+        return (own, truth) if self.against in (TRUTH, OWN) else (own, Key(self.against, self.setting), truth)
 
 
 class Judged(NamedTuple):
@@ -183,7 +186,8 @@ class Judging:
         """Gate T's noise, from the NumPy reference in float64 as this process has it: unpatched."""
         weights, inputs, d_output = self.case.arrays(setting.input, setting.rope, "float64")
         page = numpy_attention.forward, numpy_attention.backward
-        return tolerance.sample(*page, weights, inputs, d_output, self.case.config, fused=self.fused)
+        rounding = ROUNDING[setting.dtype]
+        return tolerance.sample(*page, weights, inputs, d_output, self.case.config, rounding, fused=self.fused)
 
     def _blind_to(self) -> list[dict[str, str]]:
         """What no input of this case can show; nothing where the page from which that is found cannot be run."""
@@ -227,8 +231,12 @@ class Judging:
         keys, reason = comparison.traces(), None
         own, *others = (self._fetch(key) for key in keys)
         other = others[0] if others else own
+        truth = others[-1] if others else own
+        if large := local.beyond(truth, comparison.setting.dtype):
+            own = {name: value for name, value in own.items() if name not in large}
+            reason = f"{', '.join(large)} of the {comparison.setting.input} input are beyond float16, in the layer, too"
         try:
-            findings = self._findings(comparison, own, other, others[-1] if others else own)
+            findings = self._findings(comparison, own, other, truth, set(shown(comparison.name)) - set(large))
         except Untrusted as why:
             findings, reason = [], str(why)
         error = np.array(math.inf)
@@ -238,20 +246,22 @@ class Judging:
             self._release(key)
         return Judged(self.case.layer, comparison, findings, float(np.max(error)), float(np.mean(error)), reason)
 
-    def _findings(self, comparison: Comparison, trace: Trace, other: Trace, truth: Trace) -> list[Finding]:
+    def _findings(
+        self, comparison: Comparison, trace: Trace, other: Trace, truth: Trace, expected: Collection[str]
+    ) -> list[Finding]:
         name, against, setting = comparison
         if comparison.gate == "probes":
-            return probes.judge(trace, self.answers[setting.input], shown(name))
+            return probes.judge(trace, self.answers[setting.input], expected)
         if comparison.gate == "local":
             _, inputs, d_output = self.case.arrays(setting.input, setting.rope, "float64")
-            return local.judge(trace, self.factors, inputs, d_output, self.case.config)
+            return local.judge(trace, self.factors, inputs, d_output, self.case.config, ROUNDING[setting.dtype])
         if comparison.gate == "structure":
-            findings = self._structure(trace, truth, setting, shown(name))
+            findings = self._structure(trace, truth, setting, expected)
             if {"probs", "d_probs", "d_masked_scores"} <= trace.keys() and all(finding.where for finding in findings):
                 findings.append(structure.judge_jacobian(trace, numpy_attention.softmax_jacobian))
             return findings
         noise, fused = self._tolerance(setting, truth), "hf-sdpa" in (name, against)
-        return tolerance.judge(trace, other, noise, shown(name), against != TRUTH, fused, setting.dtype)
+        return tolerance.judge(trace, other, noise, expected, against != TRUTH, fused, setting.dtype)
 
     def _fetch(self, key: Key) -> Trace:
         with self.lock:
@@ -339,7 +349,7 @@ def bounds(noise: tolerance.Tolerance, share: float | None) -> dict[str, Any]:
         "max_abs": float(lam * np.max(sigma)),
         "rms": rms,
         "rule": RULE,
-        "unit_roundoff": noise.unit_roundoff,
+        "unit_roundoff": noise.rounding.stored or noise.rounding.unit,
         "samples": noise.samples,
         "seed": noise.seed,
         "kappa": noise.spreads["output"].kappa,
@@ -441,12 +451,15 @@ def not_checked(name: str, settings: Sequence[Setting], layers: Sequence[int], r
     missing = [entry for entry in NAMES if entry not in shown(name)]
     said = [f"{', '.join(missing)}: a fused kernel does not show them"] if missing else []
     made = {(result.layer, result.comparison) for result in results}
-    for gate, dtype in (("structure", "float64"), ("tolerance", "float32")):
-        wanted = [(layer, setting) for layer in layers for setting in settings if setting.dtype == dtype]
+    gates = {"structure": {"float64"}, "local, tolerance": ROUNDING.keys() - {"float64"}, "probes": {"float32"}}
+    for gate, dtypes in gates.items():
+        wanted = [(layer, setting) for layer in layers for setting in settings if setting.dtype in dtypes]
+        if gate == "probes" and (wanted or name in REFERENCES):
+            continue
         if not wanted:
-            said.append(f"{gate}: {dtype} was not asked for")
+            said.append(f"{gate}: {'float64' if gate == 'structure' else 'float32'} was not asked for")
         elif lost := [each for each in wanted if (each[0], Comparison(name, TRUTH, each[1])) not in made]:
-            said.append(f"{gate}: {len(lost)} of {len(wanted)} runs in {dtype} ended without a result")
+            said.append(f"{gate}: {len(lost)} of {len(wanted)} runs in {wanted[0][1].dtype} ended without a result")
     if name in REFERENCES:
         said.append("probes: they are for what is compared with Hugging Face's layer")
     mine = (each for each in results if each.comparison.name == name and each.not_checked)

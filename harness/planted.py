@@ -161,13 +161,14 @@ def diagnose(
 ) -> str | None:
     """What an implementation that failed did: the words of the bug that does the same, down to rounding, or None.
 
-    Args: its traces by setting, of which those in float64 are used, else those in float32, for which gate T's
-    `tolerances` are needed; scenes in which it does not differ from the page say nothing and are left out. The output
+    Args: its traces by setting, of which those in float64 are used, else those for which gate T's `tolerances` are
+    given; scenes in which it does not differ from the page say nothing and are left out. The output
     alone is enough. Several bugs that these inputs cannot tell apart are named with "or".
     """
     exact = {setting: trace for setting, trace in traces.items() if setting.dtype == "float64"}
+    rounded = {setting: trace for setting, trace in traces.items() if setting in (tolerances or {})}
     fits: dict[Bug, tuple[int, float]] | None = None
-    for setting, trace in (exact or {s: t for s, t in traces.items() if s.dtype == "float32"}).items():
+    for setting, trace in (exact or rounded).items():
         backward = any(name.startswith("d_") for name in trace)
         scene = Scene(*case.arrays(setting.input, setting.rope, "float64"), case.config, backward)
         judge = _Judge(scene, None if exact else (tolerances or {})[setting])
@@ -215,7 +216,7 @@ class _Judge:
             module = variant("numpy", bug)
             given = self.scene.weights, self.scene.inputs, self.scene.d_output, self.scene.config
             with np.errstate(all="ignore"):
-                noise = tolerances_of.sample(module.forward, module.backward, *given, self.noise.unit_roundoff)
+                noise = tolerances_of.sample(module.forward, module.backward, *given, self.noise.rounding)
             fit = _Judge(self.scene, noise)._fit(trace, predicted)
         return fit
 
@@ -273,15 +274,14 @@ class _Judge:
 def blind_to(case: Case, tolerances: Mapping[Setting, Tolerance]) -> list[dict[str, str]]:
     """The bugs in the forward pass that the output cannot show in any scene of the case: name, says, reason.
 
-    Args: gate T's tolerance of each scene in float32. A bug is seen where the rms of what it does to the output, in the
+    Args: gate T's tolerance of each scene. A bug is seen where the rms of what it does to the output, in the
     first positions, is larger than what rounding may do there. The scene that shows most comes first; what it shows is
     not tried again.
     """
     unseen = {bug: 0.0 for bug in _imaginable() if bug.forward and bug.kind not in ("dtype", "runner")}
     weights = {name: np.asarray(value, np.float64) for name, value in case.weights.items()}
-    settings = [setting for setting in tolerances if setting.dtype == "float32"]
     scenes: list[Scene] = []
-    for setting in sorted(settings, key=lambda s: (s.rope != "model", s.input != "chapter")):
+    for setting in sorted(tolerances, key=lambda s: (s.rope != "model", s.input != "chapter")):
         _, inputs, d_output = replace(case, weights={}).arrays(setting.input, setting.rope, "float64")
         first = {name: value[:, :POSITIONS] for name, value in inputs.items()}
         scene = Scene(weights, first, d_output[:, :POSITIONS], case.config, backward=False)

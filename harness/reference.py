@@ -16,6 +16,7 @@ from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RotaryEmbedding
 
 from impls.spec import STAGES, WEIGHTS, AttentionConfig
+from impls.torch_attention import array, tensor
 
 Array = np.ndarray
 PER_HEAD = {stage.name for stage in STAGES if stage.shape in ("BTNH", "BSKH")}
@@ -33,13 +34,12 @@ def run(
 ) -> dict[str, Array]:
     """The layer's trace: stages, their gradients, and the gradients of inputs and weights.
 
-    Args: arrays of one dtype, float32 or float64; `attn_implementation` "eager" or "sdpa" (whose fused kernel shows no
+    Args: arrays of one dtype; `attn_implementation` "eager" or "sdpa" (whose fused kernel shows no
     scores, masked_scores and probs). Shapes as in `impls.spec`; weights and their gradients are [out, in].
     """
     layer = attention(weights, config, attn_implementation).to(device)
     x, cos, sin, d_y = (
-        torch.tensor(value, device=device)
-        for value in (inputs["hidden_states"], inputs["cos"], inputs["sin"], d_output)
+        tensor(value, device) for value in (inputs["hidden_states"], inputs["cos"], inputs["sin"], d_output)
     )
     recorder = Recorder(config)
     with recorder.attached(layer), recorder:
@@ -57,7 +57,7 @@ def run(
         trace |= {name: recorder.by_token(name, value.detach()), f"d_{name}": recorder.by_token(name, value.grad)}
     trace["d_hidden_states"] = x.grad
     trace |= {f"d_{name}": layer.get_parameter(name).grad for name in WEIGHTS}
-    return {name: value.cpu().contiguous().numpy() for name, value in trace.items()}
+    return {name: array(value) for name, value in trace.items()}
 
 
 def call(layer: torch.nn.Module, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -76,7 +76,7 @@ def attention(weights: Mapping[str, Array], config: AttentionConfig, attn_implem
     """`Qwen3Attention` with these weights, in their dtype; no model is built and nothing is initialised in vain."""
     with torch.device("meta"):
         layer = Qwen3Attention(hugging_face_config(config, attn_implementation), layer_idx=0)
-    layer.load_state_dict({name: torch.tensor(weights[name]) for name in WEIGHTS}, assign=True)
+    layer.load_state_dict({name: tensor(weights[name], "cpu") for name in WEIGHTS}, assign=True)
     return layer.requires_grad_().eval()
 
 
@@ -150,13 +150,14 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _recognise(self, operation: str, result: torch.Tensor) -> None:
-        """Name a result by its place in the layer's code: two rotated sums; Q K^T, its scaling, mask and softmax."""
+        """Name a result by its place in the layer's code: two rotated sums; Q K^T, its scaling, its mask, and what the
+        softmax, of float32, becomes in the layer's dtype."""
         if operation in ("matmul", "scaled_dot_product_attention"):
             self.multiplied = True
         elif not self.multiplied and operation == "add" and result.shape[-1] == self.config.head_dim:
             self.keep("k_rope" if "q_rope" in self.stages else "q_rope", result)
-        elif self.multiplied and operation in ("mul", "add", "softmax"):
-            name = {"mul": "scores", "add": "masked_scores", "softmax": "probs"}[operation]
+        elif self.multiplied and operation in ("mul", "add", "to"):
+            name = {"mul": "scores", "add": "masked_scores", "to": "probs"}[operation]
             if name not in self.stages:
                 self.keep(name, result)
 

@@ -30,7 +30,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from harness.case import Case, read_case, write_tensors
-from harness.environment import matmul_bits
+from harness.environment import SIGNIFICAND, matmul_bits
 from harness.gates import probes
 from impls.spec import GRADIENTS, STAGES, WEIGHTS, AttentionConfig, Observe, keep
 
@@ -123,7 +123,7 @@ def load(name: str, device: str = "cpu") -> Loaded:
 
         bugs.plant(framework, bug)
     if framework == "numpy":
-        return Loaded(run_numpy, np.matmul, "cpu", None)
+        return Loaded(run_numpy, matmul_numpy, "cpu", None)
     return _load_jax(device) if framework == "jax" else _load_torch(framework, device)
 
 
@@ -134,18 +134,32 @@ def run_numpy(
     config: AttentionConfig,
     observe: Observe = keep,
 ) -> Trace:
-    """The NumPy page's forward and backward, with every observed value kept."""
+    """The NumPy page's forward and backward, with every observed value kept.
+
+    bfloat16 and float16 are float32 arithmetic of which every observed value is rounded, as where Hugging Face rounds.
+    """
     from impls import numpy_attention
 
+    short = d_output.dtype if d_output.dtype.itemsize == 2 else None
+    if short:
+        weights, inputs = (
+            {name: value.astype(np.float32) for name, value in each.items()} for each in (weights, inputs)
+        )
     trace: Trace = {}
 
     def record(name: str, value: Array) -> Array:
-        trace[name] = observe(name, value)
-        return trace[name]
+        trace[name] = observe(name, value) if short is None else observe(name, value).astype(short)
+        return trace[name] if short is None else trace[name].astype(np.float32)
 
-    _, cache = numpy_attention.forward(weights, inputs, config, record)
-    numpy_attention.backward(d_output, cache, record)
+    with np.errstate(over="ignore" if short else "warn", invalid="ignore" if short else "warn"):  # beyond float16
+        _, cache = numpy_attention.forward(weights, inputs, config, record)
+        numpy_attention.backward(d_output.astype(np.float32) if short else d_output, cache, record)
     return trace
+
+
+def matmul_numpy(a: Array, b: Array) -> Array:
+    """A product as `run_numpy` computes it."""
+    return (a.astype(np.float32) @ b.astype(np.float32)).astype(a.dtype) if a.dtype.itemsize == 2 else a @ b
 
 
 def _load_jax(device: str) -> Loaded:
@@ -168,16 +182,16 @@ def _load_torch(name: str, device: str) -> Loaded:
     """The PyTorch implementation, or Hugging Face's layer."""
     import torch
 
+    from impls import torch_attention
+
     device = _device(name, device, torch.cuda.is_available())
     place = "cuda" if device == "gpu" else "cpu"
 
     def matmul(a: Array, b: Array) -> Array:
-        return (torch.from_numpy(a).to(place) @ torch.from_numpy(b).to(place)).numpy(force=True)
+        return torch_attention.array(torch_attention.tensor(a, place) @ torch_attention.tensor(b, place))
 
     run: Run
     if name == "torch":
-        from impls import torch_attention
-
         run = functools.partial(torch_attention.run, device=place)
     else:
         from harness import reference
@@ -209,7 +223,8 @@ def store(trace: Trace, path: Path, scratch: Path | None) -> dict[str, str]:
 def fetch(files: Mapping[str, str]) -> Trace:
     """The trace that `store` wrote; weight gradients in `scratch` are mapped and not read."""
     trace: Trace = load_file(files[""])
-    return trace | {name: np.load(file, mmap_mode="r") for name, file in files.items() if name}
+    large = {name: np.load(file, mmap_mode="r") for name, file in files.items() if name}
+    return trace | {name: value.view("bfloat16") if value.dtype.kind == "V" else value for name, value in large.items()}
 
 
 # -------------------------------------------------------------------------------------------- in a process of its own
@@ -312,7 +327,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def precision(loaded: Loaded) -> dict[str, int]:
     """The bits that a matrix product reads of its operands, for each dtype: measured, whatever was asked for."""
-    return {dtype: matmul_bits(loaded.matmul, dtype) for dtype in ("float32", "float64")}
+    return {dtype: matmul_bits(loaded.matmul, dtype) for dtype in SIGNIFICAND}
 
 
 def give_way() -> None:
@@ -326,6 +341,7 @@ def _work(job: Mapping[str, Any], loaded: Mapping[str, Loaded], say: Callable[..
     case = read_case(Path(job["weights"]), {name: Path(path) for name, path in job["inputs"].items()})
     if case.sha256 != job["sha256"]:
         raise Unusable(f"{job['weights']}: the case's files changed while they were being compared; run again")
+    case = case.rounded(job["given"])
     seconds = dict.fromkeys(loaded, 0.0)
     for setting, name in itertools.product((Setting(*each) for each in job["settings"]), loaded):
         if name not in seconds:
@@ -335,7 +351,7 @@ def _work(job: Mapping[str, Any], loaded: Mapping[str, Loaded], say: Callable[..
         try:
             trace = loaded[name].run(*given(case, setting, Path(job["scratch"])), case.config)
             for entry, value in trace.items():
-                if value.dtype.kind not in "fV":  # V: bfloat16
+                if value.dtype.name not in SIGNIFICAND:
                     raise TypeError(f"{entry} holds {value.dtype} numbers")
         except Exception as error:
             traceback.print_exc()

@@ -70,8 +70,10 @@ def project(x_BTD: Float[Array, "B T D"], w_DN: Float[Array, "D NH"], heads: int
 
 
 def rms_norm(x: Float[Array, "B T N H"], w_H: Float[Array, "H"], eps: float) -> Float[Array, "B T N H"]:
-    """y = w ⊙ x / rms(x), over each head by itself; rms(x) = √(mean(x²) + eps). Hugging Face: always in float32."""
-    return w_H * (x / jnp.sqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps))
+    """y = w ⊙ x / rms(x), over each head by itself; rms(x) = √(mean(x²) + eps). Hugging Face rounds also before w."""
+    z = at_least_float32(x)
+    x_hat = z / jnp.sqrt(jnp.mean(jnp.square(z), axis=-1, keepdims=True) + eps)
+    return (at_least_float32(w_H) * x_hat).astype(x.dtype)
 
 
 def rope(
@@ -106,8 +108,9 @@ def causal_mask(s_BNTS: Float[Array, "B N T S"]) -> Float[Array, "T S"]:
 
 def softmax(z_BNTS: Float[Array, "B N T S"]) -> Float[Array, "B N T S"]:
     """3.6: a_i = exp(z_i) / Σ_j exp(z_j). Taking the maximum off changes nothing, so no gradient goes through it."""
-    e_BNTS = jnp.exp(z_BNTS - jax.lax.stop_gradient(z_BNTS.max(axis=-1, keepdims=True)))
-    return e_BNTS / e_BNTS.sum(axis=-1, keepdims=True)
+    x_BNTS = at_least_float32(z_BNTS)
+    e_BNTS = jnp.exp(x_BNTS - jax.lax.stop_gradient(x_BNTS.max(axis=-1, keepdims=True)))
+    return (e_BNTS / e_BNTS.sum(axis=-1, keepdims=True)).astype(z_BNTS.dtype)
 
 
 def mix(a_BNTS: Float[Array, "B N T S"], v_BSNH: Float[Array, "B S N H"]) -> Float[Array, "B T N H"]:
@@ -119,6 +122,11 @@ def merge(o_BTNH: Float[Array, "B T N H"], w_ND: Float[Array, "NH D"]) -> Float[
     """3.12: MHA(X) = [head_1 ‖ … ‖ head_h] W_O."""
     B, T, N, H = o_BTNH.shape
     return matmul(o_BTNH.reshape(B, T, N * H), w_ND)
+
+
+def at_least_float32(x: Float[Array, "*any"]) -> Float[Array, "*any"]:
+    """A norm and a softmax are computed in float32 where the layer's dtype is shorter. Hugging Face: always."""
+    return x.astype(jnp.float32) if jnp.finfo(x.dtype).bits < 32 else x
 
 
 # ----------------------------------------------------------------------------------------------------------- backward

@@ -23,8 +23,15 @@ def attention(weights: Mapping[str, np.ndarray], config: AttentionConfig, device
 
 
 def tensor(array: np.ndarray, device: str) -> Tensor:
-    """A copy, so that nothing done to it reaches the array."""
-    return torch.tensor(array, device="cuda" if device == "gpu" else device)
+    """A copy, so that nothing done to it reaches the array. NumPy's bfloat16 is handed over as its bits."""
+    bits = array.view(np.int16) if array.dtype.name == "bfloat16" else array
+    return torch.tensor(bits, device="cuda" if device == "gpu" else device).view(getattr(torch, array.dtype.name))
+
+
+def array(tensor: Tensor) -> np.ndarray:
+    """The tensor as an array of its own dtype."""
+    bits = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
+    return bits.contiguous().numpy(force=True).view(str(tensor.dtype).removeprefix("torch."))
 
 
 class Weight(nn.Module):
@@ -80,8 +87,9 @@ def project(x_BTD: Float[Tensor, "B T D"], w_ND: Float[Tensor, "NH D"], heads: i
 
 
 def rms_norm(x: Float[Tensor, "B T N H"], w_H: Float[Tensor, "H"], eps: float) -> Float[Tensor, "B T N H"]:
-    """y = w ⊙ x / rms(x), over each head by itself; rms(x) = √(mean(x²) + eps). Hugging Face: always in float32."""
-    return w_H * (x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps))
+    """y = w ⊙ x / rms(x), over each head by itself; rms(x) = √(mean(x²) + eps)."""
+    z = at_least_float32(x)
+    return w_H * (z * torch.rsqrt(z.square().mean(dim=-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def rope(
@@ -115,8 +123,9 @@ def causal_mask(s_BNTS: Float[Tensor, "B N T S"]) -> Float[Tensor, "T S"]:
 
 def softmax(z_BNTS: Float[Tensor, "B N T S"]) -> Float[Tensor, "B N T S"]:
     """3.6: a_i = exp(z_i) / Σ_j exp(z_j). Taking the maximum off changes nothing, so no gradient goes through it."""
-    e_BNTS = torch.exp(z_BNTS - z_BNTS.amax(dim=-1, keepdim=True).detach())
-    return e_BNTS / e_BNTS.sum(dim=-1, keepdim=True)
+    x_BNTS = at_least_float32(z_BNTS)
+    e_BNTS = torch.exp(x_BNTS - x_BNTS.amax(dim=-1, keepdim=True).detach())
+    return (e_BNTS / e_BNTS.sum(dim=-1, keepdim=True)).to(z_BNTS.dtype)
 
 
 def mix(a_BNTS: Float[Tensor, "B N T S"], v_BSNH: Float[Tensor, "B S N H"]) -> Float[Tensor, "B T N H"]:
@@ -127,6 +136,11 @@ def mix(a_BNTS: Float[Tensor, "B N T S"], v_BSNH: Float[Tensor, "B S N H"]) -> F
 def merge(o_BTNH: Float[Tensor, "B T N H"], w_DN: Float[Tensor, "D NH"]) -> Float[Tensor, "B T D"]:
     """3.12: MHA(X) = [head_1 ‖ … ‖ head_h] W_O. The weight is W_O^T, [out, in]."""
     return nn.functional.linear(o_BTNH.flatten(-2), w_DN)
+
+
+def at_least_float32(x: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
+    """A norm and a softmax are computed in float32 where the layer's dtype is shorter. Hugging Face: always."""
+    return x.float() if torch.finfo(x.dtype).bits < 32 else x
 
 
 # ----------------------------------------------------------------------------------------------------------- backward
@@ -155,4 +169,4 @@ def run(
     loss = torch.sum(y_BTD * tensor(d_output, device))  # its gradient at the output is d_output
     gradients = torch.autograd.grad(loss, sources)
     trace = stages | dict(zip(GRADIENTS, gradients, strict=True))
-    return {name: value.contiguous().numpy(force=True) for name, value in trace.items()}
+    return {name: array(value) for name, value in trace.items()}

@@ -1,18 +1,25 @@
-"""Correct implementations before the gates, over many seeds and shapes: how much of each limit do they ever use?"""
+"""Correct implementations before the gates, over many seeds, shapes and weights: how much of each limit do they use?
+
+python tests/campaign.py    all of it; `make campaign` runs it
+"""
 
 import itertools
-from collections.abc import Iterable, Iterator
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import NamedTuple
 
 import numpy as np
 
-from harness.case import make_inputs, seeded_weights
-from harness.gates import Finding, direction, local, structure, tolerance
-from harness.runners import load, shown
+from harness.case import make_inputs, normal, seeded_weights
+from harness.gates import ROUNDING, Array, Finding, Trace, direction, local, probes, structure, tolerance
+from harness.runners import IMPLEMENTATIONS, load, shown
 from impls import numpy_attention
 from impls.spec import AttentionConfig
 
-FRAMEWORKS = ("numpy", "jax", "torch", "hf-sdpa")
+FRAMEWORKS = (*IMPLEMENTATIONS, "hf-sdpa")
 THETA = 1e6
 
 
@@ -25,6 +32,10 @@ class Shape(NamedTuple):
     N: int
     K: int
     H: int
+
+    @property
+    def config(self) -> AttentionConfig:
+        return AttentionConfig(self.D, self.N, self.K, self.H, rms_norm_eps=1e-6)
 
 
 REDUCED = (  # MHA, GQA and MQA; head sizes 32 to 256
@@ -42,9 +53,58 @@ REDUCED = (  # MHA, GQA and MQA; head sizes 32 to 256
 FULL = tuple(Shape(B, T, 1024, 16, 8, 128) for B, T in ((1, 12), (1, 1), (2, 5), (4, 3), (1, 64)))
 
 
-def used(finding: Finding) -> float:
-    """The share of its limit that a finding used; of bits, 1 less the bits to spare."""
-    return 1 + finding.excess if finding.measure.startswith("bits") else finding.excess
+def initialised(weights: dict[str, Array], seed: int) -> dict[str, Array]:
+    """As Hugging Face initialises: normal of 0.02, norms of one; full mantissas."""
+    return {
+        name: normal(seed, name, *value.shape) * np.float32(0.02) if value.ndim == 2 else np.ones_like(value)
+        for name, value in weights.items()
+    }
+
+
+def peaked(weights: dict[str, Array], seed: int) -> dict[str, Array]:
+    """Scores four times larger: a softmax that is nearly one-hot."""
+    return {**weights, "q_norm.weight": weights["q_norm.weight"] * 4}
+
+
+def outliers(weights: dict[str, Array], seed: int) -> dict[str, Array]:
+    """A few rows of each projection, and columns of W_O, twenty times larger."""
+    large = {name: value.copy() for name, value in weights.items()}
+    for name in ("q_proj.weight", "k_proj.weight", "v_proj.weight"):
+        large[name][seed % 7 :: 31] *= 20
+    large["o_proj.weight"][:, seed % 5 :: 29] *= 20
+    return large
+
+
+def small(weights: dict[str, Array], seed: int) -> dict[str, Array]:
+    """Projections a thousand times smaller, so that eps counts."""
+    return {name: value * np.float32(1e-3) if value.ndim == 2 else value for name, value in weights.items()}
+
+
+REGIMES = {
+    "seeded": lambda weights, seed: weights,
+    "initialised": initialised,
+    "peaked": peaked,
+    "outliers": outliers,
+    "small": small,
+}
+
+
+class Stratum(NamedTuple):
+    """One seed of one shape and kind of weights; which is put before the gates in float64, float32 and `short`."""
+
+    seed: int
+    shape: Shape
+    regime: str
+    short: str
+
+
+def strata() -> list[Stratum]:
+    """200 of reduced width, every shape with every regime, and 20 at the full geometry."""
+    shapes = [*(REDUCED[i % 10] for i in range(200)), *(FULL[i % 5] for i in range(20))]
+    regimes = list(REGIMES)
+    return [
+        Stratum(i, shape, regimes[i // 10 % 5], ("bfloat16", "float16")[i // 50 % 2]) for i, shape in enumerate(shapes)
+    ]
 
 
 class Share(NamedTuple):
@@ -54,66 +114,137 @@ class Share(NamedTuple):
     framework: str
     against: str
     gate: str
-    measure: str
+    dtype: str
     finding: Finding
-    run: tuple[int, Shape, str, str]
+    run: tuple[Stratum, str, str]
+
+    @property
+    def kind(self) -> tuple[str, ...]:
+        """What its like are counted together by."""
+        other = self.against if self.against in ("truth", "own inputs", "answer") else "another"
+        return (self.gate, self.finding.measure, self.dtype, self.framework, other, direction(self.finding.stage))
 
 
-def shares(seed: int, shape: Shape) -> Iterator[Share]:
-    """Every share of one seed and shape: both inputs, both RoPE modes, all frameworks, both gates."""
-    B, T, *sizes = shape
-    config = AttentionConfig(*sizes, rms_norm_eps=1e-6)
-    weights = seeded_weights(config, seed)
+def used(finding: Finding) -> float:
+    """The share of its limit that a finding used; of bits, 1 less the bits to spare; of an exact answer, 0 or 2."""
+    if finding.measure.startswith("bits"):
+        return 1 + finding.excess
+    return finding.excess if finding.limit else 2.0 * (not finding.match)
+
+
+def shares(stratum: Stratum) -> Iterator[Share]:
+    """Every share of one stratum: both inputs, both RoPE modes, all implementations, gates S, L and T."""
+    seed, shape, regime, short = stratum
+    config = shape.config
+    weights = REGIMES[regime](seeded_weights(config, seed), seed)
     runs = {name: load(name).run for name in ("hf-eager", *FRAMEWORKS)}
-    for kind, arrays in make_inputs(config, THETA, B, T, seed).items():
-        for rope in ("neutral", "model"):
+    for kind, arrays in make_inputs(config, THETA, shape.B, shape.T, seed).items():
+        for rope, dtype in (("neutral", "float32"), ("model", "float32"), ("model", short)):
             tables = (
                 {"cos": np.ones_like(arrays["cos"]), "sin": np.zeros_like(arrays["sin"])} if rope == "neutral" else {}
             )
-            single = {**arrays, **tables}
-            d_single = single.pop("d_output")
-            double, w64 = ({k: v.astype(np.float64) for k, v in each.items()} for each in (single, weights))
-            d_double = d_single.astype(np.float64)
-            run = (seed, shape, kind, rope)
+            given = {name: value.astype(dtype) for name, value in {**arrays, **tables}.items()}
+            own = {name: value.astype(dtype) for name, value in weights.items()}
+            double, exact = ({k: v.astype(np.float64) for k, v in each.items()} for each in (given, own))
+            d_given, d_double = given.pop("d_output"), double.pop("d_output")
+            run = (stratum, kind, rope)
 
-            truth = runs["hf-eager"](w64, double, d_double, config)
-            for name in FRAMEWORKS:
-                trace = runs[name](w64, double, d_double, config)
-                for finding in structure.judge(trace, truth, w64, double, config, shown(name)):
-                    yield Share(
-                        finding.value / finding.limit, name, "truth", "structure", finding.measure, finding, run
-                    )
+            truth = runs["hf-eager"](exact, double, d_double, config)
+            for name in FRAMEWORKS if dtype == "float32" else ():
+                trace = runs[name](exact, double, d_double, config)
+                for finding in structure.judge(trace, truth, exact, double, config, shown(name)):
+                    yield Share(used(finding), name, "truth", "structure", "float64", finding, run)
 
-            noise = tolerance.sample(
-                numpy_attention.forward, numpy_attention.backward, w64, double, d_double, config, seed=seed, fused=True
-            )
-            traces = {name: runs[name](weights, single, d_single, config) for name in runs}
-            factors = {key: local.factor(value) for key, value in w64.items()}
-            for name in traces:
-                for finding in local.judge(traces[name], factors, double, d_double, config):
-                    yield Share(used(finding), name, "own inputs", "local", finding.measure, finding, run)
-            pairs = [(name, "truth") for name in traces] + list(itertools.combinations(traces, 2))
-            for name, against in pairs:
-                other = truth if against == "truth" else traces[against]
-                both = [entry for entry in shown(name) if entry in other]
+            page = numpy_attention.forward, numpy_attention.backward
+            noise = tolerance.sample(*page, exact, double, d_double, config, ROUNDING[dtype], seed, fused=True)
+            large = local.beyond(truth, dtype)
+            traces = {
+                name: {k: v for k, v in runs[name](own, given, d_given, config).items() if k not in large}
+                for name in runs
+            }
+            factors = {key: local.factor(value) for key, value in exact.items()}
+            for name, trace in traces.items():
+                for finding in local.judge(trace, factors, double, d_double, config, ROUNDING[dtype]):
+                    yield Share(used(finding), name, "own inputs", "local", dtype, finding, run)
+            for name, against in [(name, "truth") for name in traces] + list(itertools.combinations(traces, 2)):
+                other: Trace = truth if against == "truth" else traces[against]
+                both = [entry for entry in shown(name) if entry in other and entry not in large]
                 fused = "hf-sdpa" in (name, against)
-                for finding in tolerance.judge(traces[name], other, noise, both, against != "truth", fused):
-                    yield Share(
-                        finding.value / finding.limit, name, against, "tolerance", finding.measure, finding, run
-                    )
+                for finding in tolerance.judge(traces[name], other, noise, both, against != "truth", fused, dtype):
+                    yield Share(used(finding), name, against, "tolerance", dtype, finding, run)
 
 
-def summary(found: Iterable[Share]) -> str:
-    """The largest share of each framework, gate, measure and direction, and where it was."""
-    worst: dict[tuple[str, ...], Share] = {}
-    for share in found:
-        other = share.against if share.against in ("truth", "own inputs") else "another"
-        key = (share.gate, share.measure, share.framework, other, direction(share.finding.stage))
-        if key not in worst or share.value > worst[key].value:
-            worst[key] = share
-    lines = [
-        f"{gate:10} {measure:18} {name:9} against {against:8} {way:9} {share.value:6.3f}  {share.finding.stage}  "
-        f"seed {share.run[0]} {' '.join(map(str, share.run[1]))} {share.run[2]} {share.run[3]}"
-        for (gate, measure, name, against, way), share in sorted(worst.items())
-    ]
-    return "\n".join(lines)
+def probe_shares(shape: Shape) -> Iterator[Share]:
+    """Gate P on the three implementations, for one geometry."""
+    tokens = max(1, min(12, (shape.D - 1) // 2))
+    for name in probes.NAMES:
+        probe = probes.build(name, shape.config, tokens, batch=2)
+        for framework in IMPLEMENTATIONS:
+            trace = load(framework).run(probe.weights, probe.inputs, probe.d_output, shape.config)
+            for finding in probes.judge(trace, probe, shown(framework)):
+                run = (Stratum(0, shape, f"probe {name}", "-"), "probe", "model")
+                yield Share(used(finding), framework, "answer", "probes", "float32", finding, run)
+
+
+class Tally:
+    """Counts checks, runs and alarms, and keeps the largest share of each kind."""
+
+    def __init__(self) -> None:
+        self.checks, self.runs, self.alarms = 0, set[tuple[object, ...]](), list[Share]()
+        self.largest: dict[tuple[str, ...], Share] = {}
+
+    def add(self, share: Share) -> None:
+        """One more check."""
+        self.checks += 1
+        self.runs.add((share.run, share.dtype, share.framework))
+        if not share.value <= 1:
+            self.alarms.append(share)
+        if share.kind not in self.largest or not share.value <= self.largest[share.kind].value:
+            self.largest[share.kind] = share
+
+    def merge(self, other: "Tally") -> None:
+        """The same of two."""
+        self.checks += other.checks
+        self.runs |= other.runs
+        self.alarms += other.alarms
+        for kind, share in other.largest.items():
+            if kind not in self.largest or not share.value <= self.largest[kind].value:
+                self.largest[kind] = share
+
+    def summary(self) -> str:
+        """What was run, and the largest share of each limit and where it was."""
+        lines = [f"{self.checks:,} checks in {len(self.runs):,} runs; {len(self.alarms)} alarms; the largest shares:"]
+        for (gate, measure, dtype, name, against, way), share in sorted(self.largest.items()):
+            (seed, shape, regime, _), kind, rope = share.run
+            where = f"{share.finding.stage}  seed {seed} {' '.join(map(str, shape))} {regime} {kind} {rope}"
+            lines.append(f"{gate:10} {measure:18} {dtype:8} {name:8} {against:10} {way:8} {share.value:7.3f}  {where}")
+        return "\n".join(lines)
+
+
+def tally(job: Stratum | Shape) -> Tally:
+    """All shares of a stratum, or of a geometry's probes."""
+    result = Tally()
+    for share in shares(job) if isinstance(job, Stratum) else probe_shares(job):
+        result.add(share)
+    return result
+
+
+def campaign() -> Tally:
+    """Everything, on two processes; says how far it is on standard error."""
+    jobs: list[Stratum | Shape] = [*strata(), *REDUCED, FULL[0]]
+    whole, start = Tally(), time.monotonic()
+    with ProcessPoolExecutor(2, get_context("spawn"), max_tasks_per_child=40) as pool:
+        for done, part in enumerate(pool.map(tally, jobs), 1):
+            whole.merge(part)
+            if done % 10 == 0:
+                minutes = (time.monotonic() - start) / 60
+                print(f"{done} of {len(jobs)} in {minutes:.0f} min, {len(whole.alarms)} alarms", file=sys.stderr)
+    return whole
+
+
+if __name__ == "__main__":
+    found = campaign()
+    print(found.summary())
+    for alarm in found.alarms:
+        print("ALARM", alarm)
+    sys.exit(bool(found.alarms))

@@ -1,32 +1,23 @@
 """No false alarm: correct runs keep every limit. A sample in `make test`; `make campaign` runs the whole."""
 
-import itertools
-
 import pytest
-from campaign import FULL, REDUCED, shares, summary
+from campaign import FULL, REDUCED, REGIMES, Stratum, strata, tally
+
+SAMPLE = [Stratum(1000 + i, REDUCED[1 + i], regime, ("float16", "bfloat16")[i % 2]) for i, regime in enumerate(REGIMES)]
 
 
-def hold(runs, capsys):
-    """Run them all; say how much of each limit was used; none may be above 1."""
-    found = [share for seed, shape in runs for share in shares(seed, shape)]
+@pytest.mark.parametrize("job", [*SAMPLE, FULL[0]], ids=lambda job: getattr(job, "regime", "probes"))
+def test_no_correct_run_is_blamed(job, capsys):
+    found = tally(job)
     with capsys.disabled():
-        print(f"\n{len(found):,} checks in {4 * len(runs)} cases (seed, shape, input, RoPE); the largest shares:")
-        print(summary(found))
-    alarms = [share for share in found if not share.value <= 1]
-    assert not alarms, alarms[:5]
+        print(f"\n{found.summary().splitlines()[0]} at most {max(each.value for each in found.largest.values()):.2f}")
+    assert not found.alarms, found.alarms[:5]
 
 
-def test_sample_of_reduced_width(capsys):
-    hold(list(zip(range(1000, 1005), REDUCED[1:6], strict=True)), capsys)
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("shape", REDUCED, ids=lambda shape: "-".join(map(str, shape)))
-def test_200_seeds_at_reduced_width(shape, capsys):
-    first = 20 * REDUCED.index(shape)
-    hold([(seed, shape) for seed in range(first, first + 20)], capsys)
-
-
-@pytest.mark.campaign
-def test_20_seeds_at_full_geometry(capsys):
-    hold(list(itertools.islice(zip(range(20), itertools.cycle(FULL), strict=False), 20)), capsys)
+def test_campaign_covers_what_it_says():
+    """1,000 runs and more, of every shape with every kind of weights, and 20 seeds at the full geometry."""
+    jobs = strata()
+    assert {(job.shape, job.regime) for job in jobs} >= {(shape, regime) for shape in REDUCED for regime in REGIMES}
+    assert sum(job.shape in FULL for job in jobs) == 20 and len(set(jobs)) == 220
+    assert {job.shape.B for job in jobs} == {1, 2, 3, 4} and {1, 512} <= {job.shape.T for job in jobs}
+    assert {(job.regime, job.short) for job in jobs} >= {(each, short) for each in REGIMES for short in ("bfloat16",)}

@@ -172,7 +172,10 @@ def test_batch_length_and_one_framework(checkpoints: Path, tmp_path: Path) -> No
     document = read(tmp_path)
     assert (document["batch_size"], document["seq_len"]) == (3, 1)
     assert document["frameworks"]["numpy"]["tolerance"] is None
-    assert document["frameworks"]["numpy"]["not_checked"] == ["tolerance: float32 was not asked for"]
+    assert document["frameworks"]["numpy"]["not_checked"] == [
+        "local, tolerance: float32 was not asked for",
+        "probes: float32 was not asked for",
+    ]
     trace = load_file(tmp_path / "artifacts/traces/numpy.layer0.chapter.model.float64.safetensors")
     assert set(trace) == set(NAMES)
 
@@ -245,11 +248,11 @@ def test_reference_that_cannot_run_leaves_the_last_artifact(checkpoints: Path, t
 DAMAGE = {
     "raises": ("layer = attention(weights, config, device)", "raise RuntimeError('boom')"),
     "returns NaN": (
-        "    return {name: value",
-        '    trace["output"] = trace["output"] * float("nan")\n    return {name: value',
+        "    return {name: array",
+        '    trace["output"] = trace["output"] * float("nan")\n    return {name: array',
     ),
-    "lacks a stage": ("    return {name: value", '    del trace["q_norm"]\n    return {name: value'),
-    "computes in float64": ("return torch.tensor(array,", "return torch.tensor(array, dtype=torch.float64,"),
+    "lacks a stage": ("    return {name: array", '    del trace["q_norm"]\n    return {name: array'),
+    "computes in float64": (".view(getattr(torch, array.dtype.name))", ".double()"),
 }
 
 

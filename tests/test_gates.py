@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from conftest import make_case, numpy_run
 
-from harness.gates import NAMES, structure, tolerance, usable
+from harness.gates import NAMES, Rounding, structure, tolerance, usable
 from impls import numpy_attention
 from impls.spec import AttentionConfig
 
@@ -231,7 +231,7 @@ def test_tolerance_does_not_depend_on_the_machine_but_on_the_seed(case, noise):
 
 
 def test_tolerance_is_proportional_to_the_unit_roundoff(case, noise):
-    half = sample(case, unit_roundoff=2.0**-25)
+    half = sample(case, rounding=Rounding(2.0**-25))
     for name in ("q_proj", "output", "d_hidden_states", "d_o_proj.weight"):
         np.testing.assert_allclose(half.spreads[name].sigma * 2, noise.spreads[name].sigma, rtol=1e-4)
 

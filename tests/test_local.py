@@ -6,23 +6,22 @@ import numpy as np
 import pytest
 from conftest import make_case, numpy_run
 
-from harness.gates import NAMES, local
+from harness.gates import NAMES, ROUNDING, local
 from harness.runners import load, shown
 from impls import numpy_attention
 from impls.spec import AttentionConfig
 
 CONFIG = AttentionConfig(hidden_size=40, num_attention_heads=6, num_key_value_heads=3, head_dim=16, rms_norm_eps=1e-6)
-U = 2.0**-24
 
 
 def rounded(B=2, T=7, config=CONFIG, seed=0):
     return make_case(config, B, T, seed).astype(np.float32)
 
 
-def judge(trace, case, unit_roundoff=U):
+def judge(trace, case, rounding=ROUNDING["float32"]):
     weights, inputs, d_output, config = case.astype(np.float64)
     factors = {name: local.factor(value) for name, value in weights.items()}
-    return local.judge(trace, factors, inputs, d_output, config, unit_roundoff)
+    return local.judge(trace, factors, inputs, d_output, config, rounding)
 
 
 def failed(findings):
@@ -44,7 +43,7 @@ def test_equations_of_the_gate_are_the_layers(B, T):
     """Hugging Face's float64 trace, recomputed stage by stage in float64: both round, so twice the bound of one."""
     case = make_case(CONFIG, B, T)
     truth = load("hf-eager").run(*case)
-    findings = judge(truth, case, 2.0**-53)
+    findings = judge(truth, case, ROUNDING["float64"])
     assert {finding.stage for finding in findings} == set(NAMES)
     assert max(finding.value for finding in findings if finding.measure == "bound") <= 2
     bits = {finding.stage: finding.value for finding in findings if finding.measure == "bits"}

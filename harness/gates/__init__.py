@@ -24,6 +24,29 @@ NAMES = tuple(EQUATION)
 _LETTERS = {stage.name: stage.shape for stage in STAGES}
 
 
+class Rounding(NamedTuple):
+    """How a run rounds: by at most `unit` relative in its arithmetic, and in a dtype shorter than float32 by `stored`
+    wherever a value is kept between operations, or by `least` absolute where it is too small for that."""
+
+    unit: float
+    stored: float = 0.0
+    least: float = 0.0
+
+    @property
+    def bits(self) -> float:
+        """The significand's bits of what a run keeps."""
+        return -math.log2(self.stored or self.unit)
+
+
+ROUNDING = {
+    "float64": Rounding(2.0**-53),
+    "float32": Rounding(2.0**-24),
+    "bfloat16": Rounding(2.0**-24, 2.0**-8),
+    "float16": Rounding(2.0**-24, 2.0**-11, 2.0**-25),
+}
+"""Sums of bfloat16 and float16 numbers are taken in float32: by Hugging Face's layer, and by hardware made for them."""
+
+
 class Finding(NamedTuple):
     """What a gate saw at one stage or gradient: a measured value against its limit."""
 
@@ -86,7 +109,7 @@ def usable(
             continue
         elif trace[name].shape != truth[name].shape:
             fault = "shape"
-        elif (dtype is not None and trace[name].dtype != dtype) or trace[name].dtype.kind not in "fV":  # V: bfloat16
+        elif trace[name].dtype.name not in (ROUNDING if dtype is None else (dtype,)):
             fault = "dtype"
         elif not np.isfinite(compared(name, trace[name])).all():
             fault = "not finite"
@@ -123,6 +146,7 @@ def errors(name: str, value: Array, truth: Array, scale: Array) -> tuple[float, 
     Taken in float64, in blocks that stay in the cache: the gradients of weights have millions of elements.
     """
     tiny = np.finfo(np.float32).tiny  # below the normal numbers, rounding is absolute
+    value, truth = (x if x.dtype.kind == "f" else x.astype(np.float32) for x in (value, truth))  # bfloat16
     if name == "masked_scores":
         value, truth = compared(name, value), compared(name, truth)
     flat = [np.ascontiguousarray(x).reshape(-1) for x in (value, truth)]

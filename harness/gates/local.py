@@ -11,6 +11,9 @@ is the cause and not a victim. It needs no reference run and works on a trace fr
 The equations are written here once more, straight from the table of equations, and share no code with `impls`; the test
 of this gate is Hugging Face's float64 trace, which must be inside the bounds of float64.
 
+In bfloat16 and float16 a stage is computed in float32 and rounded where it is kept: by u_o of what was rounded, or, in
+float16, by 2^(−25) where that is too small. What was rounded on the way counts with all that it is multiplied by.
+
 Notation: A(y) sum of absolute terms, Q(y) root of the sum of squared terms, γ_n = n u / (1 − n u), i keys that a query
 sees, j = G (T − column) terms that reach a key, δ = Σ p dp, r = 1/rms(x), x̂ = x r.
 """
@@ -21,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from harness.gates import Array, Finding, Trace, compared, letters, shape, visible
+from harness.gates import ROUNDING, Array, Finding, Rounding, Trace, compared, letters, shape, visible
 from impls.spec import STAGES, AttentionConfig
 
 MARGIN = {"bits": 1.0, "bits of a head": 2.0, "bits of a position": 2.0}
@@ -32,12 +35,32 @@ TINY = 2.0**-126
 
 
 class Local(NamedTuple):
-    """A stage as it should be: its value, the bound of a correct one's error, its scale c, and its inner length n."""
+    """A stage as it should be: its value, the bound of a correct one's error, its scale c, and its inner length n.
+
+    A shorter dtype adds u_o |stored| + least |small| to the bound, by default one rounding of the value.
+    """
 
     value: Array
     bound: Array
     scale: Array
     n: float
+    stored: Array | None = None
+    small: Array | float = 1.0
+
+    def rearranged(self, change: Callable[[Array], Array]) -> "Local":
+        """With every array in another shape or order."""
+        small = change(self.small) if isinstance(self.small, np.ndarray) else self.small
+        stored = None if self.stored is None else change(self.stored)
+        return Local(change(self.value), change(self.bound), change(self.scale), self.n, stored, small)
+
+    def allowed(self, rounding: Rounding) -> tuple[Array, Array | float]:
+        """The bound with what the dtype adds, and below which size a result has no relative accuracy."""
+        if not rounding.stored:
+            return self.bound + TINY, TINY / rounding.unit
+        stored = np.abs(self.value) if self.stored is None else self.stored
+        small = self.small * rounding.least + TINY
+        # 1 − 5 u_o: no value here is rounded more than five times on its way, or the errors of errors would count
+        return self.bound + rounding.stored / (1 - 5 * rounding.stored) * stored + small, small / rounding.stored
 
 
 class Factor(NamedTuple):
@@ -64,24 +87,41 @@ def judge(
     inputs: Mapping[str, Array],
     d_output: Array,
     config: AttentionConfig,
-    unit_roundoff: float = 2.0**-24,
+    rounding: Rounding = ROUNDING["float32"],
 ) -> list[Finding]:
     """Findings for every stage and gradient that the trace holds together with what it is computed from.
 
-    Args: a trace of one dtype with this unit roundoff; what the implementation was given, in float64. A stage that the
+    Args: a trace of one dtype, which rounds so; what the implementation was given, in float64. A stage that the
     trace lacks (or has in another shape) cannot be certified, nor can those computed from it: see `uncertified`.
     """
     B, T = d_output.shape[:2]
     trace = {
         name: value for name, value in trace.items() if name in EQUATIONS and value.shape == shape(name, config, B, T)
     }
-    stages = Stages(trace, weights, inputs, d_output, config, unit_roundoff)
+    stages = Stages(trace, weights, inputs, d_output, config, rounding)
     findings = []
     for name in EQUATIONS:
         if name not in uncertified(trace):
             judge_entry = _judge_weight if name in FACTORS else _judge
-            findings += judge_entry(name, trace[name], stages, -math.log2(unit_roundoff))
+            findings += judge_entry(name, trace[name], stages)
     return findings
+
+
+def beyond(truth: Trace, dtype: str) -> list[str]:
+    """The entries of the truth that are too large for a dtype, with those that are computed from them.
+
+    Seen: float16 ends at 65,504, and the backward of a norm divides by the rms of a token of magnitude 1e-4.
+    """
+    if dtype != "float16":
+        return []
+    large: list[str] = []
+    for name in EQUATIONS:
+        if name in truth and (
+            not set(large).isdisjoint(NEEDS[name])
+            or np.max(np.abs(compared(name, truth[name]))) > 0.9 * np.finfo(np.float16).max
+        ):
+            large.append(name)
+    return large
 
 
 def uncertified(trace: Trace) -> list[str]:
@@ -89,33 +129,35 @@ def uncertified(trace: Trace) -> list[str]:
     return [name for name in EQUATIONS if not ({name, *NEEDS[name]} <= trace.keys())]
 
 
-def _judge_weight(name: str, value: Array, stages: "Stages", precision: float) -> list[Finding]:
+def _judge_weight(name: str, value: Array, stages: "Stages") -> list[Finding]:
     """The gradient of a projection's weight, by rows that stay in the cache: it has millions of elements."""
     left, right = FACTORS[name]
     worst, where, total = -1.0, (0, 0), 0.0
     for start in range(0, len(value), 64):
         local = stages.d_weight(left, right, slice(start, start + 64))
-        error = np.abs(value[start : start + 64] - local.value)
-        ratio = error / (local.bound + TINY)
+        error = np.abs(np.asarray(value[start : start + 64], np.float64) - local.value)
+        bound, floor = local.allowed(stages.rounding)
+        ratio = error / bound
         row, column = _at(ratio)
         if not ratio[row, column] <= worst:  # also NaN
             worst, where = float(ratio[row, column]), (start + row, column)
-        error /= local.scale + TINY / 2**-precision
+        error /= local.scale + floor
         total += float(np.vdot(error, error))
     bits = min(-math.log2(total / value.size + 2.0**-106) / 2, 53.0) if math.isfinite(total) else math.nan
-    limit = precision - math.log2(local.n) / 2 - MARGIN["bits"]
+    limit = stages.rounding.bits - math.log2(local.n) / 2 - MARGIN["bits"]
     return [Finding(name, "bound", worst, 1.0, where), Finding(name, "bits", bits, limit, where)]
 
 
-def _judge(name: str, value: Array, stages: "Stages", precision: float) -> list[Finding]:
+def _judge(name: str, value: Array, stages: "Stages") -> list[Finding]:
     local = EQUATIONS[name](stages)
     error = np.abs(compared(name, np.asarray(value, np.float64)) - compared(name, local.value))
-    ratio = error / (local.bound + TINY)
+    bound, near = local.allowed(stages.rounding)
+    ratio = error / bound
     where = _at(ratio)
     findings = [Finding(name, "bound", float(ratio[where]), 1.0, where)]
-    relative = (error / (local.scale + TINY / 2**-precision)) ** 2
+    relative = (error / (local.scale + near)) ** 2
     counted = np.broadcast_to(visible(value.shape), value.shape) if letters(name).endswith("TS") else None
-    floor = precision - math.log2(max(local.n, 1)) / 2
+    floor = stages.rounding.bits - math.log2(max(local.n, 1)) / 2
     parts = []
     for measure, letter in (("bits", ""), ("bits of a head", "NK"), ("bits of a position", "TS")):
         axis = [axis for axis, each in enumerate(letters(name)) if each in letter][:1]
@@ -154,9 +196,10 @@ class Stages:
         inputs: Mapping[str, Array],
         d_output: Array,
         config: AttentionConfig,
-        unit_roundoff: float,
+        rounding: Rounding,
     ):
-        self.trace, self.w, self.u, self.config = trace, weights, unit_roundoff, config
+        self.trace, self.w, self.rounding, self.config = trace, weights, rounding, config
+        self.u = rounding.unit
         self.given = {"hidden_states": inputs["hidden_states"], "d_output": d_output}
         self.cos, self.sin = inputs["cos"][:, :, None], inputs["sin"][:, :, None]
         self.B, self.T = d_output.shape[:2]
@@ -178,29 +221,35 @@ class Stages:
     def heads(self, name: str) -> Array:
         """[B,T,N,H] -> [B,N,T,H]; key/value heads as each query head reads them."""
         value = self[name]
-        return np.repeat(value, self.N // value.shape[2], axis=2).transpose(0, 2, 1, 3)
+        return by_head(np.repeat(value, self.N // value.shape[2], axis=2))
 
     def rows(self, name: str) -> Array:
         """One row for each token, [B·T, …]."""
         return self[name].reshape(self.B * self.T, -1)
 
-    def product(self, a: Array, b: Array | Factor, n: Array | float, shape: tuple[int, ...], more: float = 0) -> Local:
-        """y = a b, of inner length n, with `more` roundings besides: bound γ |a| |b|, scale √(a² b²)."""
+    def product(self, a: Array, b: Array | Factor, n: Array | float, more: float = 0, first: float = 0) -> Local:
+        """y = a b, of inner length n, with `more` roundings besides: bound γ |a| |b|, scale √(a² b²).
+
+        With `first`, a shorter dtype rounds a times this factor before it is multiplied, and the factor.
+        """
         b = b if isinstance(b, Factor) else factor(b)
-        bound = self.gamma(n + more) * (np.abs(a) @ b.absolute)
-        parts = (a @ b.value, bound, np.sqrt(a**2 @ b.square))
-        value, bound, scale = (part.reshape(shape) for part in parts)
-        return Local(value, bound, scale, float(np.max(n)))
+        terms, value = np.abs(a) @ b.absolute, a @ b.value
+        local = Local(value, self.gamma(n + more) * terms, np.sqrt(a**2 @ b.square), float(np.max(n)))
+        if not first:
+            return local
+        small = 1 + np.sum(b.absolute, axis=-2, keepdims=True) / first + np.zeros_like(terms)
+        return local._replace(stored=np.abs(value) + 2 * terms, small=small)
 
     # 3.1, RMSNorm, RoPE, 3.5 to 3.12
 
     def project(self, name: str) -> Local:
-        return self.product(self.rows("hidden_states"), self.w[f"{name}.weight"].T, self.D, self._per_head(name))
+        return self._per_head(name, self.product(self.rows("hidden_states"), self.w[f"{name}.weight"].T, self.D))
 
     def norm(self, path: str) -> Local:
         x, w = self[f"{path}_proj"], self.w[f"{path}_norm.weight"].value
         y = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + self.config.rms_norm_eps) * w
-        return Local(y, np.abs(y) * (self.gamma(self.H) / 2 + 7.5 * self.u), np.abs(y), self.H)
+        size = np.abs(y)
+        return Local(y, size * (self.gamma(self.H) / 2 + 7.5 * self.u), size, self.H, 2 * size, 1 + np.abs(w))
 
     def rope(self, path: str) -> Local:
         x = self[f"{path}_norm"]
@@ -209,11 +258,12 @@ class Stages:
 
     def scores(self) -> Local:
         q, k = self.heads("q_rope"), self.heads("k_rope").swapaxes(-1, -2)
-        return self.product(q / math.sqrt(self.H), k, self.H, (self.B, self.N, self.T, self.T), more=3)
+        local = self.product(q / math.sqrt(self.H), k, self.H, more=3)
+        return local._replace(stored=3 * np.abs(local.value), small=2)  # product, scale, and 1/√H where it is stored
 
     def masked_scores(self) -> Local:
         s = self["scores"]
-        return Local(np.where(self.seen, s, -np.inf), np.zeros_like(s), np.abs(np.where(self.seen, s, 0)), 1)
+        return self._copy(np.where(self.seen, s, -np.inf), np.abs(np.where(self.seen, s, 0)))
 
     def probs(self) -> Local:
         s = np.where(self.seen, self["masked_scores"], -np.inf)
@@ -227,24 +277,22 @@ class Stages:
         return Local(p, bound, scale, self.T)
 
     def mix(self) -> Local:
-        local = self.product(self["probs"], self.heads("v_proj"), self.i + 1, (self.B, self.N, self.T, self.H))
-        return self._by_token(local)
+        return self.product(self["probs"], self.heads("v_proj"), self.i + 1).rearranged(by_head)
 
     def merge(self) -> Local:
-        shape = (self.B, self.T, self.D)
-        return self.product(self.rows("heads"), self.w["o_proj.weight"].T, self.N * self.H, shape)
+        return self._tokens(self.product(self.rows("heads"), self.w["o_proj.weight"].T, self.N * self.H))
 
     # backward
 
     def d_heads(self) -> Local:
-        return self.product(self.rows("d_output"), self.w["o_proj.weight"], self.D, self._per_head("q_proj"))
+        return self._per_head("q_proj", self.product(self.rows("d_output"), self.w["o_proj.weight"], self.D))
 
     def d_probs(self) -> Local:
         v = self.heads("v_proj").swapaxes(-1, -2)
-        return self.product(self.heads("d_heads"), v, self.H, (self.B, self.N, self.T, self.T))
+        return self.product(self.heads("d_heads"), v, self.H)
 
     def d_v(self) -> Local:
-        return self._grouped(self["probs"].swapaxes(-1, -2), self.heads("d_heads"), 0)
+        return self._grouped(self["probs"].swapaxes(-1, -2), self.heads("d_heads"))
 
     def d_masked_scores(self) -> Local:
         p, dp = self["probs"], self["d_probs"]
@@ -253,18 +301,23 @@ class Stages:
         total = np.sum(np.abs(terms), axis=-1, keepdims=True)
         bound = p * (self.gamma(self.i + 1) * total + 3 * self.u * (np.abs(dp) + np.abs(delta)))
         scale = p * np.sqrt(dp**2 + delta**2 + np.sum(terms**2, axis=-1, keepdims=True))
-        return Local(p * (dp - delta), bound, scale, self.T)
+        value = p * (dp - delta)
+        # p and dp may be taken as they were before they were rounded: the layer keeps its p, XLA excess precision
+        stored = np.abs(value) + p * (2 * np.abs(dp) + np.abs(delta) + 2 * total)
+        small = 1 + np.abs(dp) + np.abs(delta) + p * np.sum(np.abs(dp) * self.seen, axis=-1, keepdims=True)
+        return Local(value, bound, scale, self.T, stored, small)
 
     def d_scores(self) -> Local:
         ds = np.where(self.seen, self["d_masked_scores"], 0)
-        return Local(ds, np.zeros_like(ds), np.abs(ds), 1)
+        return self._copy(ds, np.abs(ds))
 
     def d_q_rope(self) -> Local:
-        k, shape = self.heads("k_rope") / math.sqrt(self.H), (self.B, self.N, self.T, self.H)
-        return self._by_token(self.product(self["d_scores"], k, self.i, shape, more=3))
+        k = self.heads("k_rope") / math.sqrt(self.H)
+        return self.product(self["d_scores"], k, self.i, more=3, first=self.H**-0.5).rearranged(by_head)
 
     def d_k_rope(self) -> Local:
-        return self._grouped(self["d_scores"].swapaxes(-1, -2), self.heads("q_rope") / math.sqrt(self.H), 3)
+        q = self.heads("q_rope") / math.sqrt(self.H)
+        return self._grouped(self["d_scores"].swapaxes(-1, -2), q, more=3, first=self.H**-0.5)
 
     def d_norm(self, path: str) -> Local:
         d = self[f"d_{path}_rope"]
@@ -280,54 +333,79 @@ class Stages:
         inner = (3 * rho + 10 * self.u + self.gamma(self.H)) * np.abs(r * x_hat) * total
         bound = 1.01 * ((rho + 4 * self.u) * np.abs(r * g) + inner)
         scale = np.hypot(r * g, r * x_hat * np.sqrt(np.mean((g * x_hat) ** 2, axis=-1, keepdims=True)))
-        return Local(r * (g - x_hat * b), bound, scale, self.H)
+        value = r * (g - x_hat * b)
+        stored = np.abs(value) + np.abs(r * g) + np.abs(r * x_hat) * total  # g is rounded, too
+        small = 1 + r + np.abs(r * x_hat) * np.mean(np.abs(x_hat), axis=-1, keepdims=True)
+        return Local(value, bound, scale, self.H, stored, small)
 
     def d_hidden_states(self) -> Local:
-        n, shape = (self.N + 2 * self.K) * self.H, (self.B, self.T, self.D)
-        names = ("q_proj", "k_proj", "v_proj")
-        parts = [self.product(self.rows(f"d_{name}"), self.w[f"{name}.weight"], n, shape) for name in names]
-        value, bound = sum(part.value for part in parts), sum(part.bound for part in parts)
-        return Local(np.asarray(value), np.asarray(bound), np.sqrt(sum(part.scale**2 for part in parts)), n)
+        n, names = (self.N + 2 * self.K) * self.H, ("q_proj", "k_proj", "v_proj")
+        parts = [self.product(self.rows(f"d_{name}"), self.w[f"{name}.weight"], n) for name in names]
+        value, bound = np.sum([part.value for part in parts], axis=0), np.sum([part.bound for part in parts], axis=0)
+        scale = np.sqrt(np.sum([part.scale**2 for part in parts], axis=0))
+        stored = 3 * np.sum(np.abs([part.value for part in parts]), axis=0)  # each part, and two sums of them
+        return self._tokens(Local(value, bound, scale, n, stored, 5))
 
     def d_weight(self, left: str, right: str, rows: slice = slice(None)) -> Local:
         d, x = self.rows(left).T[rows], self.rows(right)
-        return self.product(d, x, self.B * self.T, (len(d), x.shape[1]))
+        return self.product(d, x, self.B * self.T)
 
     def d_norm_weight(self, path: str) -> Local:
         x_hat, _, d = self._normalised(path)
         terms = (d * x_hat).reshape(-1, self.H)
         rho = float(self.gamma(self.H)) / 2 + 5.5 * self.u
         bound = (self.gamma(len(terms)) + rho + 3 * self.u) * np.sum(np.abs(terms), axis=0)
-        return Local(np.sum(terms, axis=0), bound, np.sqrt(np.sum(terms**2, axis=0)), len(terms))
+        value, scale = np.sum(terms, axis=0), np.sqrt(np.sum(terms**2, axis=0))
+        stored = np.abs(value) + 2 * np.sum(np.abs(terms), axis=0)  # x̂ is rounded, and each term
+        small = 1 + len(terms) + np.sum(np.abs(d), axis=(0, 1, 2))
+        return Local(value, bound, scale, len(terms), stored, small)
 
     # shapes
 
-    def _per_head(self, name: str) -> tuple[int, ...]:
-        return (self.B, self.T, self.N if name == "q_proj" else self.K, self.H)
+    def _per_head(self, name: str, rows: Local) -> Local:
+        """[B·T, N·H] -> [B,T,N,H]."""
+        heads = self.N if name == "q_proj" else self.K
+        return rows.rearranged(lambda y: y.reshape(self.B, self.T, heads, self.H))
 
-    def _by_token(self, local: Local) -> Local:
-        """[B,N,T,H] -> [B,T,N,H]."""
-        value, bound, scale = (part.transpose(0, 2, 1, 3) for part in local[:3])
-        return Local(value, bound, scale, local.n)
+    def _tokens(self, rows: Local) -> Local:
+        """[B·T, D] -> [B,T,D]."""
+        return rows.rearranged(lambda y: y.reshape(self.B, self.T, self.D))
 
-    def _grouped(self, a: Array, b: Array, more: float) -> Local:
-        """Σ over the query heads of a group of a b, [B,N,S,T] [B,N,T,H] -> [B,S,K,H]."""
+    def _copy(self, value: Array, size: Array) -> Local:
+        """Nothing is computed, so nothing is rounded."""
+        nothing = np.zeros_like(size)
+        return Local(value, nothing, size, 1, nothing, 0)
+
+    def _grouped(self, a: Array, b: Array, more: float = 0, first: float = 0) -> Local:
+        """Σ over the query heads of a group of a b, [B,N,S,T] [B,N,T,H] -> [B,S,K,H]; `first` as in `product`."""
 
         def grouped(y: Array) -> Array:
             return y.reshape(self.B, self.K, self.G, self.T, self.H).sum(axis=2).transpose(0, 2, 1, 3)
 
-        bound = self.gamma(self.j + more) * grouped(np.abs(a) @ np.abs(b))
-        return Local(grouped(a @ b), bound, np.sqrt(grouped(a**2 @ b**2)), self.G * self.T)
+        terms, product = grouped(np.abs(a) @ np.abs(b)), a @ b
+        stored = (self.G + 1) * grouped(np.abs(product))  # each head's product, and G sums of them
+        small: Array | float = 2 * self.G
+        if first:
+            stored += 2 * terms
+            small = small + grouped(np.broadcast_to(np.abs(b).sum(axis=-2, keepdims=True), b.shape)) / first
+        scale = np.sqrt(grouped(a**2 @ b**2))
+        return Local(grouped(product), self.gamma(self.j + more) * terms, scale, self.G * self.T, stored, small)
 
     def _sum(self, a: Array, b: Array) -> Local:
         """a + b, two rounded products."""
-        return Local(a + b, self.gamma(2) * (np.abs(a) + np.abs(b)), np.hypot(a, b), 2)
+        size = np.abs(a) + np.abs(b)
+        return Local(a + b, self.gamma(2) * size, np.hypot(a, b), 2, size + np.abs(a + b), 3)
 
     def _normalised(self, path: str) -> tuple[Array, Array, Array]:
         """x̂, r, and the gradient at the norm's result."""
         x = self[f"{path}_proj"]
         r = 1 / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + self.config.rms_norm_eps)
         return x * r, r, self[f"d_{path}_norm"]
+
+
+def by_head(x: Array) -> Array:
+    """[B,T,N,H] <-> [B,N,T,H]."""
+    return x.transpose(0, 2, 1, 3)
 
 
 FACTORS: dict[str, tuple[str, str]] = {

@@ -1,4 +1,4 @@
-"""Gate T, tolerance: what rounding can make of a run in float32, end to end, derived from the case and not guessed.
+"""Gate T, tolerance: what rounding can make of a run in its dtype, end to end, derived from the case and not guessed.
 
 The float64 reference is run K times with zero-mean noise injected at every observed stage, forward and backward, of the
 variance that rounding has there. The spread of what comes out is σ, for every element of every stage and gradient.
@@ -8,6 +8,8 @@ The variances follow from one model: each operation rounds by a relative error u
 in a sum of n terms the k-th partial sum is rounded too, so that a product y = Σ a b has, with Q = Σ a² b²,
 
     Var(y) = h [(n/3 + 1) y² + (n/6 + 1) Q]
+
+In bfloat16 and float16, h is float32's, and what is kept between operations is rounded besides, of variance u_o² y²/3.
 
 Notation: i = keys that a query sees (row + 1), j = G (T − column) terms that reach a key, δ = Σ p dp, x̂ = x/rms(x).
 """
@@ -20,7 +22,7 @@ from functools import cached_property
 
 import numpy as np
 
-from harness.gates import Array, Finding, Trace, compared, errors, usable, visible
+from harness.gates import ROUNDING, Array, Finding, Rounding, Trace, compared, errors, usable, visible
 from impls.spec import AttentionConfig, Observe
 
 DELTA = 1e-6
@@ -70,7 +72,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The spread of every stage and gradient of a case, for one unit roundoff u.
+    """The spread of every stage and gradient of a case, for one way of rounding.
 
     `recomputed` is what a fused kernel adds to the gradients by computing the probabilities anew for its backward;
     `clean`, the page's own stages and gradients: all of it is trusted only if they are the layer's.
@@ -79,7 +81,7 @@ class Tolerance:
     spreads: dict[str, Spread]
     recomputed: dict[str, Spread]
     clean: dict[str, Array]
-    unit_roundoff: float
+    rounding: Rounding
     samples: int
     seed: int
 
@@ -132,7 +134,7 @@ def sample(
     inputs: Mapping[str, Array],
     d_output: Array,
     config: AttentionConfig,
-    unit_roundoff: float = 2.0**-24,
+    rounding: Rounding = ROUNDING["float32"],
     seed: int = 0,
     fused: bool = False,
 ) -> Tolerance:
@@ -146,7 +148,7 @@ def sample(
     cache = forward(weights, inputs, config, _recording(clean))[1]
     backward(d_output, cache, _recording(clean))
     clean |= weight_gradients(clean, inputs["hidden_states"], d_output, config)
-    noise = Noise(clean, weights, inputs, d_output, config, unit_roundoff)
+    noise = Noise(clean, weights, inputs, d_output, config, rounding)
     B, T = d_output.shape[:2]
     samples = 32 if B * T < 128 else 8
     size = max(1, BYTES // (4 * 8 * sum(value.size for name, value in clean.items() if not name.endswith("weight"))))
@@ -167,11 +169,11 @@ def sample(
         noisy = {name: _tile(value, count) if isinstance(value, np.ndarray) else value for name, value in cache.items()}
         noisy["a"] = noise.add("recomputed probs", noisy["a"], count, rng)
         with contextlib.suppress(_Enough):
-            backward(_tile(d_output, count), noisy, _recording(seen, count))
+            backward(_tile(d_output, count), noisy, _recomputing(noise, count, rng, seen))
         recomputed.add(seen)
     spreads, more = tally.spreads(), recomputed.spreads(local=False) if fused else {}
     kept = {name: value for name, value in clean.items() if not name.endswith("weight")}
-    return Tolerance(spreads, more, kept, unit_roundoff, samples, seed)
+    return Tolerance(spreads, more, kept, rounding, samples, seed)
 
 
 def _injecting(noise: "Noise", count: int, rng: np.random.Generator, clean: Trace, seen: dict[str, Array]) -> Observe:
@@ -183,6 +185,11 @@ def _injecting(noise: "Noise", count: int, rng: np.random.Generator, clean: Trac
         return _recording(seen, count)(name, noise.add(name, value, count, rng))
 
     return observe
+
+
+def _recomputing(noise: "Noise", count: int, rng: np.random.Generator, seen: dict[str, Array]) -> Observe:
+    """An `observe` of a backward that adds what a fused kernel's differs by."""
+    return lambda name, value: _recording(seen, count)(name, noise.add(f"recomputed {name}", value, count, rng))
 
 
 def _recording(seen: dict[str, Array], count: int | None = None) -> Observe:
@@ -319,9 +326,9 @@ class Noise:
         inputs: Mapping[str, Array],
         d_output: Array,
         config: AttentionConfig,
-        unit_roundoff: float,
+        rounding: Rounding,
     ):
-        self.h = unit_roundoff**2 / 3
+        self.h, self.rounding = rounding.unit**2 / 3, rounding
         self.t, self.w, self.config = clean, weights, config
         self.x, self.d_output = inputs["hidden_states"], d_output
         self.cos, self.sin = inputs["cos"][:, :, None], inputs["sin"][:, :, None]
@@ -334,6 +341,9 @@ class Noise:
         self._forward()
         self._backward()
         self._recomputed()
+        self.stored: dict[str, Array] = {}
+        if rounding.stored:
+            self._keep_short()
         rows, self.distinct = np.unique(self.x.reshape(-1, self.x.shape[-1]), axis=0, return_inverse=True)
         self.equal_rows = len(rows) < len(self.distinct)
 
@@ -350,6 +360,9 @@ class Noise:
             for deviation, shape in self.parts["probs normalised"]:
                 noise = deviation * self._draw(name, (count, *shape), rng)
                 noisy = noisy + noise.reshape(-1, *noise.shape[2:])
+        if name in self.stored:
+            noise = self.stored[name] * self._draw(name, (count, *self.stored[name].shape), rng)
+            noisy = noisy + noise.reshape(-1, *noise.shape[2:])
         return noisy
 
     def _draw(self, name: str, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
@@ -459,7 +472,7 @@ class Noise:
         return 2 * self.h * (0.7 * (np.abs(x * self.cos) + np.abs(turned))) ** 2
 
     def _recomputed(self) -> None:
-        """A fused kernel recomputes p = exp(s − lse) before its backward."""
+        """A fused kernel recomputes p = exp(s − lse) before its backward, and takes δ = Σ dO O from what it stored."""
         t, h = self.t, self.h
         s, seen = t["scores"], visible(t["scores"].shape)
         z = np.where(seen, s, -np.inf)
@@ -467,6 +480,50 @@ class Noise:
         lse = m + np.log(np.sum(np.exp(z - m), axis=-1, keepdims=True))
         deviation = t["probs"] * np.sqrt(2 * self.var_scores + h * (s**2 + lse**2 + 6.75))
         self.parts["recomputed probs"] = [(deviation, s.shape)]
+        delta = self.rounding.stored**2 / 3 * np.sum(_by_head(t["d_heads"] * t["heads"]) ** 2, axis=-1, keepdims=True)
+        self.parts["recomputed d_masked_scores"] = [(t["probs"] * np.sqrt(delta), delta.shape)]
+
+    def _keep_short(self) -> None:
+        """What keeping values in a shorter dtype adds: each rounding's variance, as the layer's code rounds."""
+        t, w, H = self.t, self.w, self.config.head_dim
+        shorter, least = self.rounding.stored**2 / 3, self.rounding.least**2 / 3
+
+        def kept(name: str, *squares: Array, small: Array | float = 0.0) -> None:
+            """Rounded itself, and on the way in parts, whose squares are given; `small` as in gate L, squared."""
+            variance = shorter * np.sum([t[name] ** 2, *squares], axis=0) + least * (1 + small)
+            if name in self.weight_variance:
+                self.weight_variance[name] = self.weight_variance[name] + variance
+            else:
+                self.stored[name] = np.sqrt(variance)
+
+        for name in ("q_proj", "k_proj", "v_proj", "probs", "heads", "output", "d_heads", "d_probs", "d_masked_scores"):
+            kept(name)
+        for name in self.weight_factors:
+            kept(name)
+        kept("scores", 2 * t["scores"] ** 2, small=1)
+        p2, ds2 = t["probs"] ** 2, t["d_masked_scores"] ** 2
+        d_o2, q2, k2 = _by_head(t["d_heads"]) ** 2, _by_head(t["q_rope"]) ** 2 / H, self._shared("k_rope") ** 2 / H
+        kept("d_v_proj", self._summed(p2.swapaxes(-1, -2) @ d_o2))
+        kept("d_q_rope", _by_head(ds2 @ k2), small=H * _by_head(np.sum(k2, axis=-2, keepdims=True)))
+        small = H * self._summed(np.broadcast_to(np.sum(q2, axis=-2, keepdims=True), q2.shape))
+        kept("d_k_rope", 2 * self._summed(ds2.swapaxes(-1, -2) @ q2), small=small)
+        hidden2 = np.zeros_like(self.x)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            rows = t[f"d_{name}"].reshape(*self.x.shape[:2], -1)
+            hidden2 += 2 * (rows @ w[f"{name}.weight"]) ** 2
+        kept("d_hidden_states", hidden2, small=4)
+        for path in ("q", "k"):
+            x, y, d = (t[name] for name in (f"{path}_proj", f"{path}_norm", f"d_{path}_rope"))
+            weight = w[f"{path}_norm.weight"]
+            kept(f"{path}_norm", y**2, small=weight**2)
+            kept(f"{path}_rope", (y * self.cos) ** 2, (self.sin * _rotate(y)) ** 2, small=2)
+            kept(f"d_{path}_norm", (d * self.cos) ** 2, _rotate(d * self.sin) ** 2, small=2)
+            r = self.inverse_rms(x)
+            x_hat, d = x * r, t[f"d_{path}_norm"]
+            inner = np.sum((weight * d * x_hat / H) ** 2, axis=-1, keepdims=True)
+            kept(f"d_{path}_proj", (r * weight * d) ** 2, (r * x_hat) ** 2 * inner, small=r**2)
+            terms = d * x_hat
+            kept(f"d_{path}_norm.weight", 2 * np.sum(terms**2, (0, 1, 2)), small=np.sum(1 + d**2, (0, 1, 2)))
 
     def _weight_factors(self) -> dict[str, tuple[Array, Array, str]]:
         """A weight's gradient is left^T right, [BT, out] and [BT, in]; and which of the two is noisy."""

@@ -37,9 +37,8 @@ def print_verdict(document: Mapping[str, Any], console: Console, path: str | Pat
     console.print(verdict_table(document))
     for word, sentence in sentences(document):
         console.print(Text.assemble((word, STYLE[word]), f"  {sentence}"))
-    for name, framework in document["frameworks"].items():
-        for what in framework["not_checked"]:
-            console.print(Text(f"Not checked  {name}: {what}"))
+    for what, owners in not_checked(document).items():
+        console.print(Text(f"Not checked  {listed(owners)}: {what}"))
     for reason, names in blind_spots(document).items():
         console.print(Text(f"Hidden from the output  {listed(names)}: {reason}"))
     if path is not None:
@@ -128,6 +127,15 @@ def divergence(first: Mapping[str, Any] | None) -> str:
     text = f"first at {first['stage']} ({'eq. ' * equation[:1].isdigit()}{equation}, {first['direction']})"
     text += "".join(f", {what} {first[what]}" for what in ("head", "position") if first[what] is not None)
     return f"{text}. {first['explanation'] or ''}".rstrip()
+
+
+def not_checked(document: Mapping[str, Any]) -> dict[str, list[str]]:
+    """What no gate saw, and of which implementations."""
+    said: dict[str, list[str]] = {}
+    for name, framework in document["frameworks"].items():
+        for what in framework["not_checked"]:
+            said.setdefault(what, []).append(name)
+    return said
 
 
 def blind_spots(document: Mapping[str, Any]) -> dict[str, list[str]]:
