@@ -4,23 +4,26 @@ python tests/campaign.py    all of it; `make campaign` runs it
 """
 
 import itertools
+import os
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from harness.case import make_inputs, normal, seeded_weights
 from harness.gates import ROUNDING, Array, Finding, Trace, direction, local, probes, structure, tolerance
-from harness.runners import IMPLEMENTATIONS, load, shown
+from harness.runners import IMPLEMENTATIONS, environment, load, shown
 from impls import numpy_attention
 from impls.spec import AttentionConfig
 
 FRAMEWORKS = (*IMPLEMENTATIONS, "hf-sdpa")
 THETA = 1e6
+ROOT = Path(__file__).resolve().parent.parent
 
 
 class Shape(NamedTuple):
@@ -232,6 +235,7 @@ def tally(job: Stratum | Shape) -> Tally:
 def campaign() -> Tally:
     """Everything, on two processes; says how far it is on standard error."""
     jobs: list[Stratum | Shape] = [*strata(), *REDUCED, FULL[0]]
+    os.environ |= environment(ROOT, "cpu")  # as the command's own processes have it
     whole, start = Tally(), time.monotonic()
     with ProcessPoolExecutor(2, get_context("spawn"), max_tasks_per_child=40) as pool:
         for done, part in enumerate(pool.map(tally, jobs), 1):
