@@ -247,7 +247,7 @@ def write_inputs(
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Array], metadata: Mapping[str, Any]) -> None:
-    """A safetensors file of float32 and float64 tensors, whole or not at all; each item of metadata becomes JSON.
+    """A safetensors file of floating tensors, whole or not at all; each item of metadata becomes JSON.
 
     The same values give the same bytes, which the library does not promise: it writes metadata in a random order.
     Raises BadInput where it cannot write.
@@ -257,7 +257,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Array], metadata: Mapping[st
     end = 0
     for name, value in ordered:
         start, end = end, end + value.nbytes
-        dtype = {"float32": "F32", "float64": "F64"}[value.dtype.name]
+        dtype = {"float32": "F32", "float64": "F64", "float16": "F16", "bfloat16": "BF16"}[value.dtype.name]
         header[name] = {"dtype": dtype, "shape": value.shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -269,7 +269,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Array], metadata: Mapping[st
             with temporary.open("wb") as file:
                 file.write(len(text).to_bytes(8, "little") + text)
                 for _, value in ordered:
-                    file.write(np.ascontiguousarray(value, value.dtype.newbyteorder("<")).data)
+                    bits = value.view(np.uint16) if value.dtype.name == "bfloat16" else value
+                    file.write(np.ascontiguousarray(bits, bits.dtype.newbyteorder("<")).data)
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)

@@ -5,37 +5,37 @@ draws the rounding noise while the others import, judges each trace as it lands,
 """
 
 import argparse
+import itertools
 import os
-import queue
 import shlex
 import shutil
-import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import webbrowser
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from threadpoolctl import threadpool_limits
 
-from harness import artifact, bugs, environment, judging, scaling
+from harness import artifact, bugs, environment, exchange
 from harness.case import BadInput, Case
+from harness.document import assemble
 from harness.export import Arguments, add_case_arguments, command, open_cases
 from harness.judging import LAYER, Judged, Judging
 from harness.report import render
 from harness.report.console import Progress, make_console
-from harness.runners import IMPLEMENTATIONS, PROBES, REFERENCES, Setting, Unusable, Worker, give_way
+from harness.report.markdown import markdown
+from harness.runners import IMPLEMENTATIONS, LIBRARIES, Loaded, Setting, Unusable, give_way, ours, trace_file
+from harness.workers import Limits, Ran, ReferenceFailed, Workers
 from impls.spec import STAGES
 
+NAMED = (*IMPLEMENTATIONS, *LIBRARIES, "hf-sdpa")
+"""What --impl can name, and each of IMPLEMENTATIONS with a planted bug."""
 DTYPES = ("float64", "float32")
 ROPES = ("neutral", "model")
-
-
-class ReferenceFailed(Exception):
-    """Hugging Face's layer could not be run, so that there is nothing to compare with."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,10 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = parser.parse_args(argv)
         if options.list:
             return print_list()
-        check_names(options.impl)
+        if options.impl is None:
+            options.impl = [] if options.candidate or options.trace else list(IMPLEMENTATIONS)
+        options.quiet |= options.json == "-"
+        check_options(options)
         check_layers(options.layer or [])
-        words = ["python", "-m", "harness.compare", *(sys.argv[1:] if argv is None else argv)]
-        document = compare(options, shlex.join(words))
+        command = shlex.join(["python", "-m", "harness.compare", *(sys.argv[1:] if argv is None else argv)])
+        document = rejudge(options, command) if options.rejudge else compare(options, command)
+        write_views(document, options)
     except (BadInput, Unusable) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -61,9 +65,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; the last artifact is as it was", file=sys.stderr)
         return 130
-    if not options.quiet:
-        render(document, options.out / "attention_check.json")
     return int(document["exit_status"])
+
+
+def write_views(document: dict[str, Any], options: argparse.Namespace) -> None:
+    """What was asked for besides the artifact: the console's verdict, JSON, a summary for GitHub, the page opened."""
+    if options.json == "-":
+        print(artifact.dumps(document), end="")
+    elif options.json:
+        artifact.write(document, options.json)
+    if not options.quiet:
+        render(document, None if options.rejudge else options.out)
+    if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
+        with open(summary, "a", encoding="utf-8") as file:
+            file.write(markdown(document))
+    if options.open:
+        webbrowser.open((options.out / "report.html").resolve().as_uri())
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -79,9 +96,8 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--impl",
         nargs="+",
-        default=list(IMPLEMENTATIONS),
         metavar="NAME",
-        help="which implementations (default: numpy jax torch; --list names all)",
+        help="which implementations (default: numpy jax torch, and with --candidate or --trace none; --list names all)",
     )
     run.add_argument(
         "--rope",
@@ -98,6 +114,37 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--device", choices=["cpu", "gpu", "auto"], default="cpu", help="where JAX and PyTorch compute (default: cpu)"
     )
+    own = parser.add_argument_group("your own")
+    own.add_argument(
+        "--candidate",
+        action="append",
+        default=[],
+        metavar="F",
+        help="file.py:function or package.module:function, called as function(weights, inputs, config) with NumPy "
+        "arrays; returns the output, or a dict of stages (repeatable)",
+    )
+    own.add_argument(
+        "--trace",
+        nargs="+",
+        action="extend",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help="what a program in any language wrote: files named after the runs that python -m harness.export --case "
+        "wrote down, or their folder",
+    )
+    own.add_argument(
+        "--rejudge",
+        type=Path,
+        metavar="DIR",
+        help="judge the traces in this folder of an earlier run again; nothing is run, and nothing written but --json",
+    )
+    own.add_argument(
+        "--time-limit", type=float, default=120.0, metavar="S", help="seconds a candidate may take for one run (120)"
+    )
+    own.add_argument(
+        "--memory-limit", type=float, default=16.0, metavar="GiB", help="memory a candidate's process may hold (16)"
+    )
     output = parser.add_argument_group("output")
     output.add_argument(
         "--out",
@@ -111,6 +158,10 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="keep every trace whole: float64 and weight gradients too (1.4 GB for the default case)",
     )
+    output.add_argument(
+        "--json", metavar="FILE|-", help="write the artifact there, too; - is standard output, and nothing else on it"
+    )
+    output.add_argument("--open", action="store_true", help="open the report in a browser")
     output.add_argument("--quiet", action="store_true", help="print nothing; the exit status tells")
     output.add_argument(
         "--list", action="store_true", help="name the implementations, stages and planted bugs, and stop"
@@ -125,7 +176,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def print_list() -> int:
     """--list: what can be named on the command line and in a trace."""
-    print("implementations  " + " ".join([*IMPLEMENTATIONS, "hf-sdpa"]))
+    print("implementations  " + " ".join(NAMED))
     print("stages           " + " ".join(stage.name for stage in STAGES))
     print("planted bugs     an implementation with one of them in it agrees with …")
     for bug in bugs.BUGS:
@@ -134,17 +185,32 @@ def print_list() -> int:
     return 0
 
 
-def check_names(names: Sequence[str]) -> None:
-    """Raises BadInput for an implementation that there is not."""
-    for name in names:
+def check_options(options: argparse.Namespace) -> None:
+    """Raises BadInput for an implementation that there is not, and for limits that nothing could keep."""
+    for name in options.impl:
         framework, _, bug = name.partition(":")
-        if framework not in (*IMPLEMENTATIONS, "hf-sdpa") or (":" in name and bug not in bugs.names(framework)):
-            known = ", ".join([*IMPLEMENTATIONS, "hf-sdpa"])
+        planted = framework in IMPLEMENTATIONS and bug in bugs.names(framework)
+        if not (planted if bug else name in NAMED):
             raise BadInput(
-                f"--impl {name}: no such implementation; there are {known} (--list shows the planted bugs, too)"
+                f"--impl {name}: no such implementation; there are {', '.join(NAMED)} (--list shows the planted bugs, "
+                "too); your own is given by --candidate"
             )
-        if names.count(name) > 1:
-            raise BadInput(f"--impl {name}: named twice")
+    for name in options.candidate:
+        place, _, function = name.rpartition(":")
+        if not place or not function.isidentifier() or ours(name):
+            raise BadInput(f"--candidate {name}: expected path/to/file.py:function or package.module:function")
+        if place.endswith(".py") and not Path(place).is_file():
+            raise BadInput(f"--candidate {name}: there is no file {place}")
+    for flag, names in (("--impl", options.impl), ("--candidate", options.candidate)):
+        for name in names:
+            if names.count(name) > 1:
+                raise BadInput(f"{flag} {name}: named twice")
+    own = options.candidate or options.trace or options.open or options.impl != list(IMPLEMENTATIONS)
+    if options.rejudge and own:
+        raise BadInput("--rejudge judges what its folder holds; leave out --impl, --candidate, --trace and --open")
+    for flag, value in (("--time-limit", options.time_limit), ("--memory-limit", options.memory_limit)):
+        if not value > 0:
+            raise BadInput(f"{flag} is {value:g}; it must be above 0")
 
 
 def check_layers(layers: Sequence[int]) -> None:
@@ -157,31 +223,112 @@ def check_layers(layers: Sequence[int]) -> None:
 # ------------------------------------------------------------------------------------------------------------------ run
 
 
-def compare(options: argparse.Namespace, command: str) -> dict[str, Any]:
-    """Run everything, write the artifact and return it. Raises BadInput, Unusable, ReferenceFailed."""
+def compare(
+    options: argparse.Namespace,
+    command: str,
+    here: Mapping[str, Loaded] | None = None,
+    directory: Path = Path("weights"),
+) -> dict[str, Any]:
+    """Run everything, write the artifact and return it. Raises BadInput, Unusable, ReferenceFailed.
+
+    `here` are implementations to run in this process; `directory` receives the case.
+    """
     ropes = ROPES if options.rope == "both" else (options.rope,)
     dtypes = (options.dtype,) if options.dtype else DTYPES
+    processes = [*options.impl, *options.candidate]
+    traces = exchange.answers(options.trace)
     make_folder(options.out)
-    console = make_console()
     with (
         scratch(options.out) as folder,
-        threadpool_limits(1),  # one for each process, of which as many run as there are cores
-        threads(2, give_way) as pool,
-        threads(1, give_way) as sampler,
-        Progress(console, options.quiet) as progress,
-        Workers(options.impl, options.device, progress) as workers,
+        judges() as (pool, sampler),
+        Progress(make_console(), options.quiet) as progress,
+        Workers(processes, options.device, Limits(options.time_limit, options.memory_limit), progress) as workers,
     ):
         (folder / "traces").mkdir()
+        names = [*processes, *(here or {}), *traces]
         results: list[tuple[Case, list[Judged], Judging]] = []
-        for case in open_cases(options, Path("weights")):
+        for case in open_cases(options, directory):
             settings = [Setting(name, rope, dtype) for name in case.inputs for rope in ropes for dtype in dtypes]
             case = case.rounded(dtypes[-1])
-            judge = Judging(case, options.impl, settings, pool, sampler, folder)
-            workers.run(case, settings, judge, folder, keep_all=options.keep_all)
+            judge = Judging(case, names, settings, pool, sampler, folder)
+            exchange.land(traces, case, judge, settings)
+            workers.run(case, settings, judge, folder, options.keep_all, here)
             results.append((case, judge.finish(), judge))
-        document = assemble(results, settings, workers, command)
+        document = assemble(results, names, settings, workers.ran, command)
         publish(document, folder, options.out)
+    write_report(document, options.out / "report.html", options.out / "traces")
     return document
+
+
+def rejudge(options: argparse.Namespace, command: str) -> dict[str, Any]:
+    """Judge the traces that a run has kept, and return the artifact that it would have; nothing is run or written.
+
+    Raises BadInput where there are none, or the case chosen is not theirs.
+    """
+    old = read_artifact(options.rejudge)
+    names = list(old["frameworks"])
+    ran = Ran(
+        errors={name: each["error"] for name, each in old["frameworks"].items() if each["error"] is not None},
+        seconds={name: each["seconds"] for name, each in old["frameworks"].items() if each["seconds"] is not None},
+    )
+    settings = [Setting(*each) for each in dict.fromkeys((r["input"], r["rope"], r["dtype"]) for r in old["checks"])]
+    settings = [each for each in settings if each.input in old["inputs"] and each.rope in ROPES]
+    rounded = [each.dtype for each in settings if each.dtype != "float64"]
+    with tempfile.TemporaryDirectory() as folder, judges() as (pool, sampler):
+        results: list[tuple[Case, list[Judged], Judging]] = []
+        for case in open_cases(options, Path("weights")):
+            hashes = old["weights"]["sha256"]
+            wanted = {"weights": hashes.get(str(case.layer)) if isinstance(hashes, dict) else hashes}
+            wanted |= {name: made["sha256"] for name, made in old["inputs"].items()}
+            if case.layer not in old["layers"] or wanted != case.sha256:
+                raise BadInput(
+                    f"--rejudge {options.rejudge}: its traces are of another case; choose it as its run did: "
+                    f"{old['command']}"
+                )
+            case = case.rounded(rounded[-1] if rounded else "float64")
+            judge = Judging(case, names, settings, pool, sampler, Path(folder))
+            kept = itertools.product([LAYER, *names], [*settings, *(s._replace(dtype="float64") for s in settings)])
+            for name, setting in dict.fromkeys(kept):
+                path = options.rejudge / "traces" / trace_file(name, case.layer, setting)
+                if path.is_file():
+                    judge.land(name, setting, {"": str(path)})
+            if not judge.files:
+                raise BadInput(f"--rejudge {options.rejudge}: there are no traces of layer {case.layer} in its traces/")
+            results.append((case, judge.finish(), judge))
+        document = assemble(results, names, settings, ran, command)
+    return document | {"environment": old["environment"], "reference": old["reference"]}
+
+
+def read_artifact(folder: Path) -> dict[str, Any]:
+    """The artifact in a folder that a run left. Raises BadInput."""
+    path = folder / "attention_check.json"
+    try:
+        document = artifact.read(path)
+    except OSError as error:
+        raise BadInput(f"--rejudge {folder}: {path.name}: {error.strerror}; give the folder of a run") from error
+    except ValueError as error:
+        raise BadInput(f"--rejudge {path}: not an artifact ({error})") from error
+    if document.get("schema_version") != artifact.SCHEMA_VERSION or not document.get("checks"):
+        raise BadInput(f"--rejudge {path}: not an artifact of this release; run the comparison again")
+    return document
+
+
+def write_report(document: dict[str, Any], path: Path, traces: Path) -> None:
+    """The page, beside the artifact. Raises BadInput where it cannot be written."""
+    from harness.report.html import write_html  # brings matplotlib
+
+    record = Path(__file__).resolve().parent.parent / "artifacts" / "evidence" / "planted_bugs.json"
+    try:
+        write_html(document, path, traces, artifact.read(record) if record.is_file() else None)
+    except OSError as error:
+        raise BadInput(f"--out {path.parent}: report.html cannot be written ({error.strerror})") from error
+
+
+@contextmanager
+def judges() -> Iterator[tuple[Executor, Executor]]:
+    """Threads to compare on, and one to draw noise on, each of one thread for BLAS: as many run as there are cores."""
+    with threadpool_limits(1), threads(2, give_way) as pool, threads(1, give_way) as sampler:
+        yield pool, sampler
 
 
 @contextmanager
@@ -250,183 +397,6 @@ def publish(document: dict[str, Any], folder: Path, out: Path) -> None:
             raise
     except OSError as error:
         raise BadInput(f"--out {out}: cannot be written to ({error.strerror}); choose another folder") from error
-
-
-class Workers:
-    """The processes of one run: one for each implementation, and one for Hugging Face's layer, eager and sdpa."""
-
-    def __init__(self, names: Sequence[str], device: str, progress: Progress):
-        self.names, self.progress = list(names), progress
-        self.events: queue.SimpleQueue[tuple[Worker, dict[str, Any]]] = queue.SimpleQueue()
-        self.errors: dict[str, str] = {}
-        self.seconds: dict[str, float] = {}
-        self.matmul_bits: dict[str, dict[str, int]] = {}
-        self.accelerators: dict[str, str | None] = {}
-        self.device = device
-        self.workers: list[Worker] = []
-
-    def __enter__(self) -> "Workers":
-        layer = [LAYER, *(name for name in self.names if name in REFERENCES)]
-        held = signal.pthread_sigmask(
-            signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM}
-        )  # none is started and not known
-        try:
-            for group in [layer, *([name] for name in self.names if name not in REFERENCES)]:
-                self.progress.started(title(group[0]))
-                self.workers.append(Worker(group, self.device, self.events))
-            signal.pthread_sigmask(signal.SIG_SETMASK, held)
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for worker in self.workers:
-            worker.end()
-
-    def run(self, case: Case, settings: Sequence[Setting], judge: Judging, folder: Path, keep_all: bool) -> None:
-        """Have all of them run one case, and hand each trace to the judge as it lands."""
-        paths = {name: str(path) for name, path in case.paths.items()}
-        exact = [setting for setting in PROBES if setting.input in judge.answers]
-        needed = list(dict.fromkeys(each for s in settings for each in (s._replace(dtype="float64"), s)))
-        busy = [worker for worker in self.workers if worker.process.poll() is None]
-        for worker in busy:
-            worker.job(
-                weights=paths["weights"],
-                inputs={name: path for name, path in paths.items() if name != "weights"},
-                sha256=case.sha256,
-                given=settings[-1].dtype,
-                settings=needed if LAYER in worker.names else [*settings, *exact],
-                traces=str(folder / "traces"),
-                scratch=str(folder),
-                keep_all=keep_all,
-            )
-        while busy:
-            worker, event = self.events.get()
-            if self._handle(worker, event, judge) and worker in busy:  # it may end after its job is done
-                busy.remove(worker)
-
-    def _handle(self, worker: Worker, event: dict[str, Any], judge: Judging) -> bool:
-        """Take note of an event; whether the worker has ended its job."""
-        what, name = event["event"], title(worker.names[0])
-        if what == "ready":
-            self.accelerators[worker.names[0]] = event["accelerator"]
-            self.progress.phase(name, f"imported in {event['seconds']:.1f} s")
-        elif what == "running":
-            self.progress.phase(name, " ".join(event["setting"]))
-        elif what == "trace":
-            judge.land(event["name"], Setting(*event["setting"]), event["files"])
-        elif what == "unusable":
-            raise Unusable(event["message"])
-        elif what == "failed":
-            self._fail([event["name"]] if event.get("name") else worker.names, event["error"])
-        elif what == "done":
-            for each, seconds in event["seconds"].items():
-                self.seconds[each] = self.seconds.get(each, 0.0) + seconds
-            self.matmul_bits |= dict.fromkeys(worker.names, event["matmul_bits"])
-            if worker.names[0] not in self.errors:
-                self.progress.finished(name, event["seconds"][worker.names[0]])
-            return True
-        elif what == "exit":
-            self._fail(worker.names, event["error"])
-            return True
-        return False
-
-    def _fail(self, names: Sequence[str], error: str) -> None:
-        if LAYER in names:
-            raise ReferenceFailed(
-                f"Hugging Face's layer could not be run, so there is nothing to compare with: {error}"
-            )
-        for name in names:
-            if name not in self.errors:
-                self.errors[name] = error
-                self.progress.failed(title(name), error)
-
-
-def title(name: str) -> str:
-    """How progress names an implementation."""
-    return "hugging face" if name in REFERENCES else name
-
-
-# ----------------------------------------------------------------------------------------------------------- document
-
-
-def assemble(
-    results: Sequence[tuple[Case, list[Judged], Judging]], settings: Sequence[Setting], workers: Workers, command: str
-) -> dict[str, Any]:
-    """The artifact of a run, from the judged comparisons of each case (one for each layer)."""
-    case, _, judge = results[0]
-    headline = max(settings, key=lambda s: (s.input == "chapter", s.rope == "neutral", s.dtype != "float64"))
-    noise = judge.tolerances[headline].result() if headline in judge.tolerances else None
-    dtypes = dict.fromkeys(setting.dtype for setting in settings)
-    precision = [
-        each
-        for name in workers.names
-        if name in workers.matmul_bits
-        for each in judging.precision(results[0][0].layer, name, workers.matmul_bits[name], dtypes)
-    ]
-    everything = [each for _, judged, _ in results for each in judged] + precision
-    layers = [case.layer for case, _, _ in results]
-    frameworks = {}
-    for name in workers.names:
-        entry = judging.verdict(name, everything, headline, noise, case.config.head_dim)
-        entry["error"] = workers.errors.get(name)
-        if first := entry["first_divergence"]:
-            said = next(filter(None, (judge.diagnosis(name) for _, _, judge in results)), None)
-            first["explanation"] += f" It agrees with {said} to rounding." if said else ""
-        entry["match"] = entry["match"] and entry["error"] is None
-        entry["seconds"] = workers.seconds.get(name)
-        entry["not_checked"] = judging.not_checked(name, settings, layers, everything)
-        frameworks[name] = entry
-    checks = [row._asdict() for each in everything for row in judging.rows(each)]
-    checks.sort(
-        key=lambda row: [row[key] for key in ("layer", "framework", "gate", "against", "dtype", "input", "rope")]
-    )
-    bound = judging.bounds(noise, None)["max_abs"] if noise else None
-    pairwise = judging.pairwise(everything, headline, workers.names, bound)
-    ran = [entry for entry in frameworks.values() if entry["max_abs_diff"] is not None]
-    match = all(entry["match"] for entry in frameworks.values()) and all(row["match"] for row in checks)
-    status = artifact.exit_status(frameworks)
-    versions = environment.versions()
-    B, T, _ = case.inputs[headline.input]["hidden_states"].shape
-    return {
-        "schema_version": artifact.SCHEMA_VERSION,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": command,
-        "model": case.source.get("model") or case.name,
-        "layers": layers,
-        "batch_size": B,
-        "seq_len": T,
-        "setting": headline._asdict(),
-        "match": match,
-        "exit_status": status if match or status else 1,
-        "max_abs_diff": max((entry["max_abs_diff"] for entry in ran), default=None),
-        "mean_abs_diff": max((entry["mean_abs_diff"] for entry in ran), default=None),
-        "frameworks": frameworks,
-        "pairwise": pairwise,
-        "blind_to": [{"layer": case.layer, **bug} for case, _, judge in results for bug in judge.blind.result()],
-        "scaling": scaling.measure() | {"parameters": scaling.parameters(case.config)},
-        "weights": {
-            "source": case.source,
-            "description": case.describe(),
-            "sha256": case.sha256["weights"]
-            if len(results) == 1
-            else {str(c.layer): c.sha256["weights"] for c, _, _ in results},
-        },
-        "inputs": {name: {**case.made[name], "sha256": case.sha256[name]} for name in case.inputs},
-        "reference": {
-            "class": "transformers.models.qwen3.modeling_qwen3.Qwen3Attention",
-            "attn_implementation": "eager",
-            "versions": {name: versions[name] for name in ("transformers", "torch")},
-            "seconds": workers.seconds.get(LAYER),
-        },
-        "environment": environment.describe(next(filter(None, workers.accelerators.values()), None))
-        | {
-            "versions": versions,
-            "matmul_bits": {name: bits[headline.dtype] for name, bits in workers.matmul_bits.items()},
-        },
-        "checks": checks,
-    }
 
 
 if __name__ == "__main__":

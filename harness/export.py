@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from harness.case import (
     BATCH,
+    FLOATS,
     SEQ_LEN,
     Array,
     Arrays,
@@ -283,12 +284,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, default=Path("weights"), metavar="DIR", help="where the files go (default: weights/)"
     )
+    parser.add_argument(
+        "--case",
+        type=Path,
+        metavar="DIR",
+        help="write there what a port in any language needs to be judged by harness.compare --trace: every run's "
+        "weights and inputs, the probes, and case.json with the names and shapes of all stages",
+    )
+    parser.add_argument(
+        "--dtype", choices=FLOATS, help="with --case: the runs in this dtype only (default: float32 and float64)"
+    )
     try:
         arguments = parser.parse_args(argv)
         for case in open_cases(arguments, arguments.out):
             print(case.describe())
             for name, path in case.paths.items():
                 print(f"  {path}  {path.stat().st_size:,} bytes  sha256 {case.sha256[name]}")
+            if arguments.case:
+                from harness import exchange
+
+                dtypes = [arguments.dtype] if arguments.dtype else ["float32", "float64"]
+                for path in exchange.write(case, dtypes, arguments.case):
+                    print(f"  {path}")
     except BadInput as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -43,15 +43,16 @@ from harness.gates import (
     structure,
     tolerance,
 )
-from harness.runners import PROBES, REFERENCES, Setting, fetch, probe_cases, shown
+from harness.runners import FUSED, LIBRARIES, PROBES, REFERENCES, Setting, fetch, ours, probe_cases, shown
 from impls import numpy_attention
 
 LAYER = "hf-eager"
 """Hugging Face's layer: in a row's `against`, in the row's own dtype."""
 TRUTH, JACOBIAN, OWN = "truth", "jacobian", "own inputs"
 """In a row's `against`: the layer in float64; for 3.9, the Jacobian built in full; for gate L, its own values."""
-OPERANDS, EXACT = "operands", "exact"
-"""In a row's `against`: the operands of a matrix product, of which so many bits are read; the answer of a probe."""
+OPERANDS, EXACT, GIVEN = "operands", "exact", "given"
+"""In a row's `against`: the operands of a matrix product, of which so many bits are read; the answer of a probe; what
+it was given, which it must leave as it was."""
 
 RULE = (
     "rounding noise injected at every stage of the float64 reference gives σ for each element; "
@@ -77,8 +78,8 @@ class Comparison(NamedTuple):
     @property
     def gate(self) -> str:
         """Which gate: in float64 nothing but structure is left to see."""
-        if self.against in (OPERANDS, EXACT):
-            return "precision" if self.against == OPERANDS else "probes"
+        if self.against in (OPERANDS, EXACT, GIVEN):
+            return {OPERANDS: "precision", EXACT: "probes", GIVEN: "contract"}[self.against]
         if self.setting.dtype == "float64":
             return "structure"
         return "local" if self.against == OWN else "tolerance"
@@ -106,8 +107,8 @@ ERRORS = (ArithmeticError, AttributeError, LookupError, NameError, TypeError, Va
 """What a broken NumPy page may raise, or a planted bug whose line no longer stands in it."""
 
 
-class Untrusted(Exception):
-    """The rounding noise of a case cannot be trusted, so that nothing can be held against it."""
+class NotChecked(Exception):
+    """A comparison that cannot be made, and why: no fault of the implementation."""
 
 
 def comparisons(names: Sequence[str], settings: Sequence[Setting]) -> Iterator[Comparison]:
@@ -120,7 +121,7 @@ def comparisons(names: Sequence[str], settings: Sequence[Setting]) -> Iterator[C
                 yield from (Comparison(name, OWN, setting) for name in names)  # neutral RoPE has no stage of its own
             yield from (Comparison(name, TRUTH, setting) for name in [LAYER, *names])
             yield from (Comparison(name, LAYER, setting) for name in names)
-            pairs = itertools.combinations([name for name in names if name not in REFERENCES], 2)
+            pairs = itertools.combinations([name for name in names if ours(name) and name not in REFERENCES], 2)
             yield from (Comparison(name, other, setting) for name, other in pairs)
     if any(setting.dtype == "float32" for setting in settings):
         probed = [name for name in names if name not in REFERENCES]
@@ -143,7 +144,7 @@ class Judging:
         sampler: Executor,
         folder: Path,
     ):
-        self.case, self.pool, self.fused = case, pool, "hf-sdpa" in names
+        self.case, self.pool, self.fused = case, pool, any(name in FUSED or not ours(name) for name in names)
         self.waiting = list(comparisons(names, settings))
         self.uses = Counter(key for comparison in self.waiting for key in comparison.traces())
         self.files: dict[Key, Mapping[str, str]] = {}
@@ -166,6 +167,11 @@ class Judging:
         ready = [comparison for comparison in self.waiting if self.files.keys() >= set(comparison.traces())]
         self.waiting = [comparison for comparison in self.waiting if comparison not in ready]
         self.results += [self.pool.submit(self._judge, comparison) for comparison in ready]
+
+    def refuse(self, name: str, setting: Setting, reason: str) -> None:
+        """An implementation has no trace of this setting, and need not."""
+        for comparison in [each for each in self.waiting if (each.name, each.setting) == (name, setting)]:
+            self.skip(comparison, reason)
 
     def skip(self, comparison: Comparison, reason: str) -> None:
         """A comparison that cannot be made, through no fault of the implementation."""
@@ -214,17 +220,17 @@ class Judging:
     def _tolerance(self, setting: Setting, truth: Trace) -> tolerance.Tolerance:
         """The tolerance of a setting, once the page that it was drawn from is seen to be the layer, in float64.
 
-        Raises Untrusted where it is not: what a wrong page calls noise would excuse, or blame, the others.
+        Raises NotChecked where it is not: what a wrong page calls noise would excuse, or blame, the others.
         """
         try:
             noise = self.tolerances[setting].result()
         except ERRORS as error:
-            raise Untrusted(f"the NumPy page fails: {type(error).__name__}: {error}") from error
+            raise NotChecked(f"the NumPy page fails: {type(error).__name__}: {error}") from error
         if setting not in self.trusted:
             findings = self._structure(noise.clean, truth, setting, noise.clean)
             self.trusted[setting] = all(finding.match for finding in findings)
         if not self.trusted[setting]:
-            raise Untrusted("the NumPy page, from which rounding noise is drawn, is not the layer in float64")
+            raise NotChecked("the NumPy page, from which rounding noise is drawn, is not the layer in float64")
         return noise
 
     def _judge(self, comparison: Comparison) -> Judged:
@@ -236,8 +242,11 @@ class Judging:
             own = {name: value for name, value in own.items() if name not in large}
             reason = f"{', '.join(large)} of the {comparison.setting.input} input are beyond float16, in the layer, too"
         try:
-            findings = self._findings(comparison, own, other, truth, set(shown(comparison.name)) - set(large))
-        except Untrusted as why:
+            expected = set(shown(comparison.name)) - set(large)
+            if others:  # saved traces lack the large gradients, the layer's own, too
+                expected &= truth.keys()
+            findings = self._findings(comparison, own, other, truth, expected)
+        except NotChecked as why:
             findings, reason = [], str(why)
         error = np.array(math.inf)
         if "output" in own and own["output"].shape == other["output"].shape:
@@ -250,6 +259,7 @@ class Judging:
         self, comparison: Comparison, trace: Trace, other: Trace, truth: Trace, expected: Collection[str]
     ) -> list[Finding]:
         name, against, setting = comparison
+        hidden = "probs" not in trace
         if comparison.gate == "probes":
             return probes.judge(trace, self.answers[setting.input], expected)
         if comparison.gate == "local":
@@ -257,11 +267,28 @@ class Judging:
             return local.judge(trace, self.factors, inputs, d_output, self.case.config, ROUNDING[setting.dtype])
         if comparison.gate == "structure":
             findings = self._structure(trace, truth, setting, expected)
+            if name in LIBRARIES or not ours(name):
+                self._tell_float32(trace, truth, setting, findings, hidden)
             if {"probs", "d_probs", "d_masked_scores"} <= trace.keys() and all(finding.where for finding in findings):
                 findings.append(structure.judge_jacobian(trace, numpy_attention.softmax_jacobian))
             return findings
-        noise, fused = self._tolerance(setting, truth), "hf-sdpa" in (name, against)
+        noise, fused = self._tolerance(setting, truth), hidden or "probs" not in other
         return tolerance.judge(trace, other, noise, expected, against != TRUTH, fused, setting.dtype)
+
+    def _tell_float32(
+        self, trace: Trace, truth: Trace, setting: Setting, findings: Sequence[Finding], hidden: bool
+    ) -> None:
+        """Raises NotChecked for what computes in float32 inside, though float64 goes in and comes out.
+
+        Such is a norm or a softmax "always in float32": beyond gate S, and everywhere within float32's own tolerance.
+        """
+        single = setting._replace(dtype="float32")
+        off = [finding for finding in findings if not finding.match]
+        if not off or single not in self.tolerances or any(finding.measure != "relative" for finding in off):
+            return
+        noise = self._tolerance(single, truth)
+        if all(each.match for each in tolerance.judge(trace, truth, noise, [], False, hidden, setting.dtype)):
+            raise NotChecked(f"given float64, it computes in float32 inside, first seen at {off[0].stage}")
 
     def _fetch(self, key: Key) -> Trace:
         with self.lock:
@@ -285,6 +312,12 @@ def precision(layer: int, name: str, bits: Mapping[str, int], dtypes: Iterable[s
     for dtype in dtypes:
         finding = Finding("matmul", "bits", bits[dtype], SIGNIFICAND[dtype])
         yield Judged(layer, Comparison(name, OPERANDS, Setting("any", "any", dtype)), [finding], math.nan, math.nan)
+
+
+def contract(layer: int, name: str, written: Collection[str]) -> Judged:
+    """Whether an implementation left what it was given as it was."""
+    finding = Finding(", ".join(sorted(written)), "written", len(written), 0)
+    return Judged(layer, Comparison(name, GIVEN, Setting("any", "any", "float32")), [finding], math.nan, math.nan)
 
 
 # ------------------------------------------------------------------------------------------------------- rows, verdicts
@@ -320,7 +353,7 @@ def verdict(
     own = [
         result
         for result in results
-        if result.comparison.name == name and result.comparison.against in (TRUTH, LAYER, OWN, OPERANDS, EXACT)
+        if result.comparison.name == name and result.comparison.against in (TRUTH, LAYER, OWN, OPERANDS, EXACT, GIVEN)
     ]
     findings = [(result, finding) for result in own for finding in result.findings]
     relative = [finding.value for _, finding in findings if finding.measure == "relative"]
@@ -334,7 +367,7 @@ def verdict(
         "tolerance": noise and bounds(noise, _number(max(shares, default=None))),
         "structure": _number(max(relative, default=None)),
         "structure_limit": structure.LIMIT if relative else None,
-        "first_divergence": first_divergence([each for each in findings if not each[1].match], head_dim),
+        "first_divergence": first_divergence(findings, head_dim),
         "not_checked": [],
         "seconds": None,
         "error": None,
@@ -359,12 +392,14 @@ def bounds(noise: tolerance.Tolerance, share: float | None) -> dict[str, Any]:
     }
 
 
-def first_divergence(failed: Sequence[tuple[Judged, Finding]], head_dim: int) -> dict[str, Any] | None:
+def first_divergence(findings: Sequence[tuple[Judged, Finding]], head_dim: int) -> dict[str, Any] | None:
     """The failure that comes first: a precision that is not in effect; then as the layer computes, by structure and the
     local certificate, else by tolerance."""
+    failed = [each for each in findings if not each[1].match]
     if not failed:
         return None
-    gates = ("precision", "structure", "local", "probes", "tolerance")
+    alone = not {finding.stage for _, finding in findings} & set(NAMES) - {"output"}
+    gates = ("precision", "structure", "local", "probes", "tolerance", "contract")
     order = {name: index for index, name in enumerate(NAMES)}
 
     def place(each: tuple[Judged, Finding]) -> tuple[bool, int, int, float]:
@@ -381,7 +416,7 @@ def first_divergence(failed: Sequence[tuple[Judged, Finding]], head_dim: int) ->
         "direction": direction(name),
         "head": head,
         "position": position,
-        "explanation": explanation(result, finding),
+        "explanation": explanation(result, finding, alone),
     }
 
 
@@ -397,8 +432,8 @@ def where(name: str, index: tuple[int, ...] | None, head_dim: int) -> tuple[int 
     return at.get("N", at.get("K")), at.get("T", at.get("S"))
 
 
-def explanation(result: Judged, finding: Finding) -> str:
-    """What failed and what that means, for a person."""
+def explanation(result: Judged, finding: Finding, alone: bool = False) -> str:
+    """What failed and what that means, for a person; `alone` where nothing but the output was shown."""
     name, setting, value, limit = finding.stage, result.comparison.setting, finding.value, finding.limit
     at = (
         f"({result.comparison.gate}, layer {result.layer}, {setting.input} input, {setting.rope} RoPE, {setting.dtype})"
@@ -407,12 +442,14 @@ def explanation(result: Judged, finding: Finding) -> str:
         fault = {"missing": "was not returned", "unknown": "is no stage of the layer", "shape": "has another shape"}
         fault["dtype"] = f"is not {setting.dtype}"
         return f"It {fault.get(finding.measure, 'holds NaN or infinity')} {at}."
+    if finding.measure == "written":
+        return f"It writes into what it is given: {name}."
     if finding.measure == JACOBIAN:
         return f"It is not J^T times the gradient of the probabilities (3.7 to 3.9): off by {value:.1e} {at}."
     if finding.measure == "relative":
         before = "all that is computed before it agrees" if direction(name) == "forward" else "the forward pass agrees"
         text = f"It is off by {value:.1e} of its token's size, rounding by less than {limit:.0e} {at}"
-        return f"{text}: another computation, and {before}."
+        return f"{text}: another computation{'' if alone else f', and {before}'}."
     if finding.measure == "exact":
         text = f"It is off by {value:.1e} of its largest value on the {setting.input} (layer {result.layer})"
         return f"{text}, where a correct layer does not round."
@@ -448,8 +485,7 @@ def pairwise(
 
 def not_checked(name: str, settings: Sequence[Setting], layers: Sequence[int], results: Iterable[Judged]) -> list[str]:
     """What no gate saw of an implementation, in words."""
-    missing = [entry for entry in NAMES if entry not in shown(name)]
-    said = [f"{', '.join(missing)}: a fused kernel does not show them"] if missing else []
+    said = [] if (words := _unseen(name, results)) is None else [words]
     made = {(result.layer, result.comparison) for result in results}
     gates = {"structure": {"float64"}, "local, tolerance": ROUNDING.keys() - {"float64"}, "probes": {"float32"}}
     for gate, dtypes in gates.items():
@@ -464,6 +500,20 @@ def not_checked(name: str, settings: Sequence[Setting], layers: Sequence[int], r
         said.append("probes: they are for what is compared with Hugging Face's layer")
     mine = (each for each in results if each.comparison.name == name and each.not_checked)
     return [*said, *dict.fromkeys(f"{each.comparison.gate}: {each.not_checked}" for each in mine)]
+
+
+def _unseen(name: str, results: Iterable[Judged]) -> str | None:
+    """Which stages and gradients an implementation did not show."""
+    if ours(name):
+        missing = [entry for entry in NAMES if entry not in shown(name)]
+        return f"{', '.join(missing)}: a fused kernel does not show them" if missing else None
+    seen = {each.stage for result in results if result.comparison.name == name for each in result.findings}
+    if not seen:
+        return None
+    if not seen & set(NAMES) - {"output"}:
+        return "all but the output, which is all that it returned: stages and gradients"
+    missing = [entry for entry in NAMES if entry not in seen]
+    return f"{', '.join(missing)}: not among what it returned" if missing else None
 
 
 def _number(value: float | None) -> float | None:

@@ -207,6 +207,8 @@ class _Judge:
 
         The output must be explained. A bug that changes nothing which this trace has explains nothing.
         """
+        if len(trace) == 1 and not np.isfinite(trace["output"]).any():
+            return None  # many things make all of it NaN
         if not bug.forward and not ("d_heads" in self.scene.page and self.same({"output": trace["output"]})):
             return None
         predicted = self.scene.hypothesis(bug)

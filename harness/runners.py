@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -23,13 +24,13 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from harness.case import Case, read_case, write_tensors
+from harness.case import BadInput, Case, read_case, write_tensors
 from harness.environment import SIGNIFICAND, matmul_bits
 from harness.gates import probes
 from impls.spec import GRADIENTS, STAGES, WEIGHTS, AttentionConfig, Observe, keep
@@ -40,15 +41,26 @@ Run = Callable[[Mapping[str, Array], Mapping[str, Array], Array, AttentionConfig
 
 IMPLEMENTATIONS = ("numpy", "jax", "torch")
 """The three that recompute the layer from the equations."""
+LIBRARIES = ("torch-sdpa", "jax-dpa")
+"""The same with 3.5 to 3.11 left to the framework's own attention."""
 REFERENCES = ("hf-eager", "hf-sdpa")
 """Hugging Face's own layer: eager, the truth in float64, and with PyTorch's fused attention."""
+FUSED = (*LIBRARIES, "hf-sdpa")
+"""Those that show no scores and no probabilities."""
 
-_FUSED = {"scores", "masked_scores", "probs", "d_scores", "d_masked_scores", "d_probs"}
+_UNSEEN = {"scores", "masked_scores", "probs", "d_scores", "d_masked_scores", "d_probs"}
+
+
+def ours(name: str) -> bool:
+    """Whether this project runs it, perhaps with a bug planted ("numpy:eps_1e-5"); else it is somebody's own."""
+    return name.partition(":")[0] in (*IMPLEMENTATIONS, *LIBRARIES, *REFERENCES)
 
 
 def shown(name: str) -> list[str]:
-    """The entries that an implementation's trace must have: all, less what a fused kernel never holds."""
-    hidden = _FUSED if name == "hf-sdpa" else set()
+    """The entries that a trace must have: all, less what a fused kernel never holds; of somebody's own, the output."""
+    if not ours(name):
+        return ["output"]
+    hidden = _UNSEEN if name in FUSED else set()
     return [entry for entry in [*(stage.name for stage in STAGES), *GRADIENTS] if entry not in hidden]
 
 
@@ -58,6 +70,11 @@ class Setting(NamedTuple):
     input: str
     rope: str
     dtype: str
+
+    @property
+    def label(self) -> str:
+        """In one word, for the name of a file."""
+        return ".".join(self).replace(" ", "-")
 
 
 PROBES = tuple(Setting(f"probe {name}", "model", "float32") for name in probes.NAMES)
@@ -104,27 +121,34 @@ class Unusable(Exception):
 
 
 class Loaded(NamedTuple):
-    """An implementation whose framework is imported and whose device is chosen."""
+    """An implementation whose framework is imported and whose device is chosen.
+
+    `matmul` is a product as it computes one, None where that is not known.
+    """
 
     run: Run
-    matmul: Callable[[Array, Array], Array]
-    device: str
-    accelerator: str | None
+    matmul: Callable[[Array, Array], Array] | None
+    device: str = "cpu"
+    accelerator: str | None = None
 
 
 def load(name: str, device: str = "cpu") -> Loaded:
-    """Import an implementation, with its bug planted if it names one ("numpy:norm_after_rope").
+    """Import an implementation, with its bug planted if it names one ("numpy:norm_after_rope"), or somebody's own.
 
-    Raises Unusable where a GPU is asked for and its framework sees none.
+    Raises Unusable where a GPU is asked for and its framework sees none, BadInput where there is no such function.
     """
+    if not ours(name):
+        from harness import candidates
+
+        return Loaded(candidates.load(name), None)
     framework, _, bug = name.partition(":")
     if bug:
         from harness import bugs
 
         bugs.plant(framework, bug)
     if framework == "numpy":
-        return Loaded(run_numpy, matmul_numpy, "cpu", None)
-    return _load_jax(device) if framework == "jax" else _load_torch(framework, device)
+        return Loaded(run_numpy, matmul_numpy)
+    return _load_jax(framework, device) if framework.startswith("jax") else _load_torch(framework, device)
 
 
 def run_numpy(
@@ -162,27 +186,27 @@ def matmul_numpy(a: Array, b: Array) -> Array:
     return (a.astype(np.float32) @ b.astype(np.float32)).astype(a.dtype) if a.dtype.itemsize == 2 else a @ b
 
 
-def _load_jax(device: str) -> Loaded:
+def _load_jax(name: str, device: str) -> Loaded:
     import jax
 
-    from impls import jax_attention
+    from impls import jax_attention, jax_dpa
 
-    device = _device("jax", device, any(each.platform == "gpu" for each in jax.devices()))
+    device = _device(name, device, any(each.platform == "gpu" for each in jax.devices()))
     place = jax.devices(device)[0]
 
     def matmul(a: Array, b: Array) -> Array:
         with jax.enable_x64(True):
             return np.asarray(jax_attention.matmul(*jax.device_put((a, b), place)))
 
-    run = functools.partial(jax_attention.run, device=device)
+    run = functools.partial((jax_dpa if name == "jax-dpa" else jax_attention).run, device=device)
     return Loaded(run, matmul, device, place.device_kind if device == "gpu" else None)
 
 
 def _load_torch(name: str, device: str) -> Loaded:
-    """The PyTorch implementation, or Hugging Face's layer."""
+    """A PyTorch implementation, or Hugging Face's layer."""
     import torch
 
-    from impls import torch_attention
+    from impls import torch_attention, torch_sdpa
 
     device = _device(name, device, torch.cuda.is_available())
     place = "cuda" if device == "gpu" else "cpu"
@@ -191,8 +215,8 @@ def _load_torch(name: str, device: str) -> Loaded:
         return torch_attention.array(torch_attention.tensor(a, place) @ torch_attention.tensor(b, place))
 
     run: Run
-    if name == "torch":
-        run = functools.partial(torch_attention.run, device=place)
+    if name.startswith("torch"):
+        run = functools.partial((torch_sdpa if name == "torch-sdpa" else torch_attention).run, device=place)
     else:
         from harness import reference
 
@@ -234,7 +258,8 @@ class Worker:
     """A process that runs one or several implementations; its events arrive in a queue as (worker, event).
 
     Events, by their key "event": ready (device, accelerator, seconds), running (name, setting), trace (name, setting,
-    files), done (seconds, matmul_bits), unusable (message), failed (error, perhaps a name), exit (error: why it ended).
+    files), written (name, entries: what it was given and changed), refused (name, setting, error: no float64), done
+    (seconds, matmul_bits, printed), unusable (message), failed (error, perhaps a name), exit (error: why it ended).
     """
 
     def __init__(self, names: Sequence[str], device: str, events: "queue.SimpleQueue[tuple[Worker, dict[str, Any]]]"):
@@ -260,13 +285,15 @@ class Worker:
             print(json.dumps(fields), file=self.process.stdin, flush=True)
 
     def end(self) -> None:
-        """End the process and all that it started, now."""
+        """End the process and all that it started, now; once it has ended, nothing."""
+        if self.log.closed:
+            return
         if self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
         self.listener.join()
-        with self.process, self.log, contextlib.suppress(BrokenPipeError):
-            pass  # closes its pipes
+        with contextlib.suppress(BrokenPipeError), self.log, self.process:
+            pass  # closes its pipes; what it was not there to read is lost
 
     def _listen(self) -> None:
         assert self.process.stdout is not None
@@ -303,7 +330,8 @@ def main(arguments: Sequence[str]) -> int:
     """The worker's process: import, answer jobs until standard input ends."""
     started = time.perf_counter()
     device, *names = arguments
-    say, jobs = _speaker(), _jobs()
+    say, printed = _speaker()
+    jobs = _jobs()
     if names[0] not in REFERENCES:
         give_way()
     try:
@@ -313,10 +341,11 @@ def main(arguments: Sequence[str]) -> int:
         ready = time.perf_counter() - started
         say("ready", device=first.device, accelerator=first.accelerator, seconds=ready)
         for line in iter(jobs.get, ""):
-            seconds = _work(json.loads(line), loaded, say)
+            seconds = work(json.loads(line), loaded, say)
             bits = {dtype: min(read, bits[dtype]) for dtype, read in precision(first).items()}  # before and after
-            say("done", seconds={name: ready + spent for name, spent in seconds.items()}, matmul_bits=bits)
-    except Unusable as error:
+            seconds = {name: ready + spent for name, spent in seconds.items()}
+            say("done", seconds=seconds, matmul_bits=bits, printed=_lines(printed))
+    except (BadInput, Unusable) as error:
         say("unusable", message=str(error))
     except Exception as error:
         traceback.print_exc()
@@ -327,7 +356,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def precision(loaded: Loaded) -> dict[str, int]:
     """The bits that a matrix product reads of its operands, for each dtype: measured, whatever was asked for."""
-    return {dtype: matmul_bits(loaded.matmul, dtype) for dtype in SIGNIFICAND}
+    return {} if loaded.matmul is None else {dtype: matmul_bits(loaded.matmul, dtype) for dtype in SIGNIFICAND}
 
 
 def give_way() -> None:
@@ -336,7 +365,7 @@ def give_way() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 15)
 
 
-def _work(job: Mapping[str, Any], loaded: Mapping[str, Loaded], say: Callable[..., None]) -> dict[str, float]:
+def work(job: Mapping[str, Any], loaded: Mapping[str, Loaded], say: Callable[..., None]) -> dict[str, float]:
     """Run every setting of a job; one that raises is reported and left out. Returns the seconds spent by each."""
     case = read_case(Path(job["weights"]), {name: Path(path) for name, path in job["inputs"].items()})
     if case.sha256 != job["sha256"]:
@@ -349,15 +378,17 @@ def _work(job: Mapping[str, Any], loaded: Mapping[str, Loaded], say: Callable[..
         start = time.perf_counter()
         say("running", name=name, setting=setting)
         try:
-            trace = loaded[name].run(*given(case, setting, Path(job["scratch"])), case.config)
-            for entry, value in trace.items():
-                if value.dtype.name not in SIGNIFICAND:
-                    raise TypeError(f"{entry} holds {value.dtype} numbers")
+            trace, written = _run(name, loaded[name].run, given(case, setting, Path(job["scratch"])), case.config)
         except Exception as error:
+            if setting.dtype == "float64" and not ours(name):  # it need not
+                say("refused", name=name, setting=setting, error=_line(error))
+                continue
             traceback.print_exc()
             say("failed", name=name, error=_line(error))
             del seconds[name]
             continue
+        if written:
+            say("written", name=name, entries=written)
         try:
             files = _keep(trace, name, setting, case.layer, job)
         except (OSError, SafetensorError) as error:
@@ -367,12 +398,33 @@ def _work(job: Mapping[str, Any], loaded: Mapping[str, Loaded], say: Callable[..
     return seconds
 
 
+def _run(name: str, run: Run, arrays: tuple[Trace, Trace, Array], config: AttentionConfig) -> tuple[Trace, list[str]]:
+    """The trace, and the names of what it was given and has changed; what is not ours gets copies."""
+    weights, inputs, d_output = arrays
+    if ours(name):
+        trace, written = run(weights, inputs, d_output, config), []
+    else:
+        copies = {key: value.copy() for key, value in {**weights, **inputs, "d_output": d_output}.items()}
+        own = {key: copies[key] for key in weights}, {key: copies[key] for key in inputs}, copies["d_output"]
+        trace = run(*own, config)
+        originals = {**weights, **inputs, "d_output": d_output}
+        written = [key for key, value in originals.items() if copies[key].tobytes() != value.tobytes()]
+    for entry, value in trace.items():
+        if value.dtype.name not in SIGNIFICAND:
+            raise TypeError(f"{entry} holds {value.dtype} numbers")
+    return trace, written
+
+
 def _keep(trace: Trace, name: str, setting: Setting, layer: int, job: Mapping[str, Any]) -> dict[str, str]:
     """Store a trace: with those that stay (all but float64 ones that are not the truth), or to be judged and go."""
     stays = job["keep_all"] or (setting not in PROBES and (setting.dtype != "float64" or name == "hf-eager"))
-    stem = f"{name}.layer{layer}.{setting.input}.{setting.rope}.{setting.dtype}".replace(":", "-").replace(" ", "-")
-    path = Path(job["traces"] if stays else job["scratch"]) / f"{stem}.safetensors"
+    path = Path(job["traces"] if stays else job["scratch"]) / trace_file(name, layer, setting)
     return store(trace, path, None if job["keep_all"] else Path(job["scratch"]))
+
+
+def trace_file(name: str, layer: int, setting: Setting) -> str:
+    """The name of a trace's file."""
+    return re.sub(r"[^\w.-]+", "-", f"{name}.layer{layer}.{setting.label}.safetensors")
 
 
 def _line(error: Exception) -> str:
@@ -393,15 +445,23 @@ def _jobs() -> "queue.SimpleQueue[str]":
     return lines
 
 
-def _speaker() -> Callable[..., None]:
-    """Events go to what was standard output; whatever else prints goes to standard error."""
-    events = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+def _lines(file: BinaryIO) -> list[str]:
+    """The first line that was printed, and how many there were; nothing where none was."""
+    sys.stdout.flush()
+    file.seek(0)
+    lines = file.read().decode(errors="replace").splitlines()
+    return [lines[0], str(len(lines))] if lines else []
+
+
+def _speaker() -> tuple[Callable[..., None], BinaryIO]:
+    """Events go to what was standard output; whatever else is printed there, to a file."""
+    events, printed = os.fdopen(os.dup(1), "w"), tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the process)
+    os.dup2(printed.fileno(), 1)
 
     def say(event: str, **fields: Any) -> None:
         print(json.dumps({"event": event, **fields}), file=events, flush=True)
 
-    return say
+    return say, printed
 
 
 if __name__ == "__main__":

@@ -21,11 +21,6 @@ matmul = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 # ------------------------------------------------------------------------------------------------------------ forward
 
 
-def attention(weights: Mapping[str, Array], config: AttentionConfig) -> "Attention":
-    """The layer from Hugging Face's weights. The only transposition: [out, in] -> [in, out], a norm's [H] -> [H]."""
-    return Attention({name: weights[name].T for name in WEIGHTS}, config)
-
-
 class Attention(nnx.Module):
     """The layer, holding kernels [in, out] as Flax does: x W. Hugging Face holds [out, in]."""
 
@@ -46,8 +41,7 @@ class Attention(nnx.Module):
         observe: Observe = keep,
     ) -> Float[Array, "B T D"]:
         """Hidden states [B,T,D], cos and sin [B,T,H]  ->  output [B,T,D]."""
-        N, K, G = self.config.num_attention_heads, self.config.num_key_value_heads, self.config.num_key_value_groups
-        eps = self.config.rms_norm_eps
+        N, K, eps = self.config.num_attention_heads, self.config.num_key_value_heads, self.config.rms_norm_eps
 
         q_BTNH = observe("q_proj", project(x_BTD, self.q_proj[...], N))  # 3.1
         k_BSKH = observe("k_proj", project(x_BTD, self.k_proj[...], K))  # 3.1
@@ -56,11 +50,27 @@ class Attention(nnx.Module):
         kn_BSKH = observe("k_norm", rms_norm(k_BSKH, self.k_norm[...], eps))
         qr_BTNH = observe("q_rope", rope(qn_BTNH, cos_BTH, sin_BTH))
         kr_BSKH = observe("k_rope", rope(kn_BSKH, cos_BTH, sin_BTH))
+        o_BTNH = observe("heads", self.attend(qr_BTNH, kr_BSKH, v_BSKH, observe))  # 3.2, 3.11
+        return observe("output", merge(o_BTNH, self.o_proj[...]))  # 3.12
+
+    def attend(
+        self,
+        qr_BTNH: Float[Array, "B T N H"],
+        kr_BSKH: Float[Array, "B S K H"],
+        v_BSKH: Float[Array, "B S K H"],
+        observe: Observe,
+    ) -> Float[Array, "B T N H"]:
+        """3.2, 3.11: softmax(Q K^T / √d_k + M) V, which a fused kernel computes without showing what is between."""
+        G = self.config.num_key_value_groups
         s_BNTS = observe("scores", scores(qr_BTNH, share(kr_BSKH, G)))  # 3.5
         m_BNTS = observe("masked_scores", s_BNTS + causal_mask(s_BNTS))  # 3.10
         a_BNTS = observe("probs", softmax(m_BNTS))  # 3.6
-        o_BTNH = observe("heads", mix(a_BNTS, share(v_BSKH, G)))  # 3.2, 3.11
-        return observe("output", merge(o_BTNH, self.o_proj[...]))  # 3.12
+        return mix(a_BNTS, share(v_BSKH, G))
+
+
+def attention(weights: Mapping[str, Array], config: AttentionConfig, layer: type[Attention] | None = None) -> Attention:
+    """The layer from Hugging Face's weights. The only transposition: [out, in] -> [in, out], a norm's [H] -> [H]."""
+    return (layer or Attention)({name: weights[name].T for name in WEIGHTS}, config)
 
 
 def project(x_BTD: Float[Array, "B T D"], w_DN: Float[Array, "D NH"], heads: int) -> Float[Array, "B T N H"]:
@@ -139,15 +149,16 @@ def run(
     config: AttentionConfig,
     device: str = "cpu",
     observe: Observe = keep,
+    layer: type[Attention] | None = None,
 ) -> dict[str, np.ndarray]:
     """d_output [B,T,D]  ->  every stage, and the gradient of every stage, of every weight and of the hidden states."""
     x_BTD, cos_BTH, sin_BTH = inputs["hidden_states"], inputs["cos"], inputs["sin"]
     with jax.enable_x64(True):  # float64 is let in; which dtype it is, the arrays decide
         tensors = jax.device_put((dict(weights), x_BTD, cos_BTH, sin_BTH, d_output), jax.devices(device)[0])
-        return {name: np.asarray(value) for name, value in trace(*tensors, config, observe).items()}
+        return {name: np.asarray(value) for name, value in trace(*tensors, config, observe, layer).items()}
 
 
-@partial(jax.jit, static_argnames=("config", "observe"))
+@partial(jax.jit, static_argnames=("config", "observe", "layer"))
 def trace(
     weights: Mapping[str, Array],
     x_BTD: Float[Array, "B T D"],
@@ -156,6 +167,7 @@ def trace(
     d_output: Float[Array, "B T D"],
     config: AttentionConfig,
     observe: Observe = keep,
+    layer: type[Attention] | None = None,
 ) -> dict[str, Array]:
     """A zero is added to every observed value, as a tap: the gradient of that zero is the gradient at that stage."""
 
@@ -166,11 +178,13 @@ def trace(
             stages[name] = observe(name, value) + tensors[name]
             return stages[name]
 
-        layer = attention(tensors, config)
-        return layer(tensors["hidden_states"], cos_BTH, sin_BTH, tap), stages
+        y_BTD = attention(tensors, config, layer)(tensors["hidden_states"], cos_BTH, sin_BTH, tap)
+        return y_BTD, stages
 
     sizes = config.sizes() | {"B": x_BTD.shape[0], "T": x_BTD.shape[1], "S": x_BTD.shape[1]}
     taps = {stage.name: jnp.zeros([sizes[letter] for letter in stage.shape], x_BTD.dtype) for stage in STAGES}
     _, backward, stages = jax.vjp(tapped, {**weights, "hidden_states": x_BTD, **taps}, has_aux=True)
     (gradients,) = backward(d_output)
-    return stages | {name: gradients[name.removeprefix("d_")] for name in GRADIENTS}
+    hidden = taps.keys() - stages.keys()  # what a fused kernel does not show
+    sources = {name: name.removeprefix("d_") for name in GRADIENTS}
+    return stages | {name: gradients[source] for name, source in sources.items() if source not in hidden}

@@ -15,13 +15,6 @@ from impls.spec import GRADIENTS, AttentionConfig, Observe, keep, weight_shapes
 # ------------------------------------------------------------------------------------------------------------ forward
 
 
-def attention(weights: Mapping[str, np.ndarray], config: AttentionConfig, device: str = "cpu") -> "Attention":
-    """The layer from Hugging Face's weights."""
-    layer = Attention(config)
-    layer.load_state_dict({name: tensor(array, device) for name, array in weights.items()}, strict=True, assign=True)
-    return layer
-
-
 def tensor(array: np.ndarray, device: str) -> Tensor:
     """A copy, so that nothing done to it reaches the array. NumPy's bfloat16 is handed over as its bits."""
     bits = array.view(np.int16) if array.dtype.name == "bfloat16" else array
@@ -64,8 +57,7 @@ class Attention(nn.Module):
         observe: Observe = keep,
     ) -> Float[Tensor, "B T D"]:
         """Hidden states [B,T,D], cos and sin [B,T,H]  ->  output [B,T,D]."""
-        N, K, G = self.config.num_attention_heads, self.config.num_key_value_heads, self.config.num_key_value_groups
-        eps = self.config.rms_norm_eps
+        N, K, eps = self.config.num_attention_heads, self.config.num_key_value_heads, self.config.rms_norm_eps
 
         q_BTNH = observe("q_proj", project(x_BTD, self.q_proj.weight, N))  # 3.1
         k_BSKH = observe("k_proj", project(x_BTD, self.k_proj.weight, K))  # 3.1
@@ -74,11 +66,34 @@ class Attention(nn.Module):
         kn_BSKH = observe("k_norm", rms_norm(k_BSKH, self.k_norm.weight, eps))
         qr_BTNH = observe("q_rope", rope(qn_BTNH, cos_BTH, sin_BTH))
         kr_BSKH = observe("k_rope", rope(kn_BSKH, cos_BTH, sin_BTH))
+        o_BTNH = observe("heads", self.attend(qr_BTNH, kr_BSKH, v_BSKH, observe))  # 3.2, 3.11
+        return observe("output", merge(o_BTNH, self.o_proj.weight))  # 3.12
+
+    def attend(
+        self,
+        qr_BTNH: Float[Tensor, "B T N H"],
+        kr_BSKH: Float[Tensor, "B S K H"],
+        v_BSKH: Float[Tensor, "B S K H"],
+        observe: Observe,
+    ) -> Float[Tensor, "B T N H"]:
+        """3.2, 3.11: softmax(Q K^T / √d_k + M) V, which a fused kernel computes without showing what is between."""
+        G = self.config.num_key_value_groups
         s_BNTS = observe("scores", scores(qr_BTNH, share(kr_BSKH, G)))  # 3.5
         m_BNTS = observe("masked_scores", s_BNTS + causal_mask(s_BNTS))  # 3.10
         a_BNTS = observe("probs", softmax(m_BNTS))  # 3.6
-        o_BTNH = observe("heads", mix(a_BNTS, share(v_BSKH, G)))  # 3.2, 3.11
-        return observe("output", merge(o_BTNH, self.o_proj.weight))  # 3.12
+        return mix(a_BNTS, share(v_BSKH, G))
+
+
+def attention(
+    weights: Mapping[str, np.ndarray],
+    config: AttentionConfig,
+    device: str = "cpu",
+    layer: type[Attention] | None = None,
+) -> Attention:
+    """The layer from Hugging Face's weights."""
+    module = (layer or Attention)(config)
+    module.load_state_dict({name: tensor(array, device) for name, array in weights.items()}, strict=True, assign=True)
+    return module
 
 
 def project(x_BTD: Float[Tensor, "B T D"], w_ND: Float[Tensor, "NH D"], heads: int) -> Float[Tensor, "B T N H"]:
@@ -153,9 +168,10 @@ def run(
     config: AttentionConfig,
     device: str = "cpu",
     observe: Observe = keep,
+    layer: type[Attention] | None = None,
 ) -> dict[str, np.ndarray]:
     """d_output [B,T,D]  ->  every stage, and the gradient of every stage, of every weight and of the hidden states."""
-    layer = attention(weights, config, device)
+    module = attention(weights, config, device, layer)
     x_BTD, cos_BTH, sin_BTH = (tensor(inputs[name], device) for name in ("hidden_states", "cos", "sin"))
     stages: dict[str, Tensor] = {}
 
@@ -163,10 +179,10 @@ def run(
         stages[name] = observe(name, value)
         return stages[name]
 
-    y_BTD = layer(x_BTD.requires_grad_(), cos_BTH, sin_BTH, record)
-    tensors = {**layer.state_dict(keep_vars=True), "hidden_states": x_BTD, **stages}
-    sources = [tensors[name.removeprefix("d_")] for name in GRADIENTS]
+    y_BTD = module(x_BTD.requires_grad_(), cos_BTH, sin_BTH, record)
+    tensors = {**module.state_dict(keep_vars=True), "hidden_states": x_BTD, **stages}
+    sources = {name: tensors[name.removeprefix("d_")] for name in GRADIENTS if name.removeprefix("d_") in tensors}
     loss = torch.sum(y_BTD * tensor(d_output, device))  # its gradient at the output is d_output
-    gradients = torch.autograd.grad(loss, sources)
-    trace = stages | dict(zip(GRADIENTS, gradients, strict=True))
+    gradients = torch.autograd.grad(loss, list(sources.values()))
+    trace = stages | dict(zip(sources, gradients, strict=True))
     return {name: array(value) for name, value in trace.items()}

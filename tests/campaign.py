@@ -240,6 +240,8 @@ def campaign() -> Tally:
     with ProcessPoolExecutor(2, get_context("spawn"), max_tasks_per_child=40) as pool:
         for done, part in enumerate(pool.map(tally, jobs), 1):
             whole.merge(part)
+            for alarm in part.alarms:
+                print("ALARM", alarm, file=sys.stderr)
             if done % 10 == 0:
                 minutes = (time.monotonic() - start) / 60
                 print(f"{done} of {len(jobs)} in {minutes:.0f} min, {len(whole.alarms)} alarms", file=sys.stderr)
@@ -249,6 +251,4 @@ def campaign() -> Tally:
 if __name__ == "__main__":
     found = campaign()
     print(found.summary())
-    for alarm in found.alarms:
-        print("ALARM", alarm)
     sys.exit(bool(found.alarms))

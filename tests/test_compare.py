@@ -140,7 +140,7 @@ def leaves_small_traces(artifacts: Path) -> None:
     assert trace["q_norm"].shape == (1, 12, 16, 128) and trace["d_hidden_states"].dtype == np.float32
     assert set(trace) == {name for name in NAMES if not name.endswith("proj.weight")}
     left = {path.name for path in artifacts.iterdir()}
-    assert left == {"attention_check.json", "traces"}
+    assert left == {"attention_check.json", "report.html", "traces"}
 
 
 def is_read_in_five_seconds(text: str) -> None:
@@ -246,7 +246,7 @@ def test_reference_that_cannot_run_leaves_the_last_artifact(checkpoints: Path, t
 
 
 DAMAGE = {
-    "raises": ("layer = attention(weights, config, device)", "raise RuntimeError('boom')"),
+    "raises": ("module = attention(weights, config, device, layer)", "raise RuntimeError('boom')"),
     "returns NaN": (
         "    return {name: array",
         '    trace["output"] = trace["output"] * float("nan")\n    return {name: array',
@@ -307,7 +307,10 @@ def untouched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--impl", "numpi"], "--impl numpi: no such implementation; there are numpy, jax, torch, hf-sdpa"),
+        (
+            ["--impl", "numpi"],
+            "--impl numpi: no such implementation; there are numpy, jax, torch, torch-sdpa, jax-dpa, hf-sdpa",
+        ),
         (["--impl", "numpy:eps_1e-3"], "--impl numpy:eps_1e-3"),
         (["--impl", "numpy", "numpy"], "named twice"),
         (["--impl", "numpy:"], "--impl numpy:: no such"),

@@ -1,6 +1,7 @@
 """What a person sees: the verdict in words, with and without colour, and the progress before it."""
 
 import io
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -12,10 +13,10 @@ from harness import artifact, report
 from harness.report.console import Progress, make_console, print_verdict
 
 
-def printed(doc: dict[str, Any], width: int = 80, path: str | None = "artifacts/attention_check.json") -> str:
+def printed(doc: dict[str, Any], width: int = 80, folder: Path | None = Path("artifacts")) -> str:
     jsonschema.validate(doc, artifact.SCHEMA)
     console = Console(file=io.StringIO(), width=width)
-    print_verdict(doc, console, path)
+    print_verdict(doc, console, folder)
     return console.file.getvalue()
 
 
@@ -41,7 +42,9 @@ def test_match(width: int) -> None:
     words = " ".join(text.split())
     assert "seeded weights of Qwen3-0.6B's shape (made up, not the trained ones)" in words
     assert "inputs chapter and stress, B = 1, T = 12." in words
-    assert "MATCH numpy, jax and torch: only rounding differs, forward and backward (checks held: 1)." in words
+    assert (
+        "MATCH numpy, jax and torch: only rounding differs, forward; no gradient was shown (checks held: 1)." in words
+    )
     assert "artifacts/attention_check.json" in text and "DIFFERS" not in text
     if width >= 80:
         assert max(map(len, text.splitlines())) <= width
@@ -158,6 +161,6 @@ def test_quiet_progress_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_render(capsys: pytest.CaptureFixture[str]) -> None:
-    report.render(document(), "check.json")
+    report.render(document(), Path("here"))
     out = capsys.readouterr().out
-    assert "MATCH" in out and out.endswith("Evidence: check.json\n")
+    assert "MATCH" in out and out.endswith("Report: here/report.html\nEvidence: here/attention_check.json\n")

@@ -37,7 +37,8 @@ TINY = 2.0**-126
 class Local(NamedTuple):
     """A stage as it should be: its value, the bound of a correct one's error, its scale c, and its inner length n.
 
-    A shorter dtype adds u_o |stored| + least |small| to the bound, by default one rounding of the value.
+    A shorter dtype adds u_o |stored| to the bound, by default one rounding of the value; `small` times what is too
+    small to be kept is added in any: 2^(−126) or, in float16, 2^(−25).
     """
 
     value: Array
@@ -55,10 +56,10 @@ class Local(NamedTuple):
 
     def allowed(self, rounding: Rounding) -> tuple[Array, Array | float]:
         """The bound with what the dtype adds, and below which size a result has no relative accuracy."""
+        small = self.small * max(rounding.least, TINY) + TINY
         if not rounding.stored:
-            return self.bound + TINY, TINY / rounding.unit
+            return self.bound + small, small / rounding.unit
         stored = np.abs(self.value) if self.stored is None else self.stored
-        small = self.small * rounding.least + TINY
         # 1 − 5 u_o: no value here is rounded more than five times on its way, or the errors of errors would count
         return self.bound + rounding.stored / (1 - 5 * rounding.stored) * stored + small, small / rounding.stored
 
@@ -234,11 +235,17 @@ class Stages:
         """
         b = b if isinstance(b, Factor) else factor(b)
         terms, value = np.abs(a) @ b.absolute, a @ b.value
-        local = Local(value, self.gamma(n + more) * terms, np.sqrt(a**2 @ b.square), float(np.max(n)))
+        bound = self.gamma(n + more) * terms + self.flushed(np.abs(a), b.absolute)
+        local = Local(value, bound, np.sqrt(a**2 @ b.square), float(np.max(n)))
         if not first:
             return local
         small = 1 + np.sum(b.absolute, axis=-2, keepdims=True) / first + np.zeros_like(terms)
         return local._replace(stored=np.abs(value) + 2 * terms, small=small)
+
+    def flushed(self, a: Array, b: Array) -> Array | float:
+        """Σ |a| |b| over operands below the normal numbers of float16, of which XLA takes some as 0, on a CPU."""
+        smallest = self.rounding.least * 2**11
+        return np.where(a < smallest, a, 0) @ b + a @ np.where(b < smallest, b, 0) if smallest else 0.0
 
     # 3.1, RMSNorm, RoPE, 3.5 to 3.12
 
@@ -299,7 +306,8 @@ class Stages:
         terms = p * dp
         delta = np.sum(terms, axis=-1, keepdims=True)
         total = np.sum(np.abs(terms), axis=-1, keepdims=True)
-        bound = p * (self.gamma(self.i + 1) * total + 3 * self.u * (np.abs(dp) + np.abs(delta)))
+        # 6u: an automatic derivative of e / Σe rounds so often besides
+        bound = p * (self.gamma(self.i + 1) * total + 6 * self.u * (np.abs(dp) + np.abs(delta)))
         scale = p * np.sqrt(dp**2 + delta**2 + np.sum(terms**2, axis=-1, keepdims=True))
         value = p * (dp - delta)
         # p and dp may be taken as they were before they were rounded: the layer keeps its p, XLA excess precision
@@ -383,13 +391,15 @@ class Stages:
             return y.reshape(self.B, self.K, self.G, self.T, self.H).sum(axis=2).transpose(0, 2, 1, 3)
 
         terms, product = grouped(np.abs(a) @ np.abs(b)), a @ b
+        lost = grouped(np.zeros_like(product) + self.flushed(np.abs(a), np.abs(b)))
         stored = (self.G + 1) * grouped(np.abs(product))  # each head's product, and G sums of them
         small: Array | float = 2 * self.G
         if first:
             stored += 2 * terms
             small = small + grouped(np.broadcast_to(np.abs(b).sum(axis=-2, keepdims=True), b.shape)) / first
         scale = np.sqrt(grouped(a**2 @ b**2))
-        return Local(grouped(product), self.gamma(self.j + more) * terms, scale, self.G * self.T, stored, small)
+        bound = self.gamma(self.j + more) * terms + lost
+        return Local(grouped(product), bound, scale, self.G * self.T, stored, small)
 
     def _sum(self, a: Array, b: Array) -> Local:
         """a + b, two rounded products."""

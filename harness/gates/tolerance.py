@@ -478,10 +478,17 @@ class Noise:
         z = np.where(seen, s, -np.inf)
         m = np.max(z, axis=-1, keepdims=True)
         lse = m + np.log(np.sum(np.exp(z - m), axis=-1, keepdims=True))
-        deviation = t["probs"] * np.sqrt(2 * self.var_scores + h * (s**2 + lse**2 + 6.75))
-        self.parts["recomputed probs"] = [(deviation, s.shape)]
-        delta = self.rounding.stored**2 / 3 * np.sum(_by_head(t["d_heads"] * t["heads"]) ** 2, axis=-1, keepdims=True)
-        self.parts["recomputed d_masked_scores"] = [(t["probs"] * np.sqrt(delta), delta.shape)]
+        p, own = t["probs"], np.sqrt(2 * self.var_scores + h * (s**2 + 6.75))
+        self.parts["recomputed probs"] = [
+            (p * own, s.shape),
+            (p * np.sqrt(h) * np.abs(lse), lse.shape),
+        ]  # lse is shared
+        dp, stored2 = t["d_probs"], self.rounding.stored**2 / 3 * _by_head(t["d_heads"] * t["heads"]) ** 2
+        delta = np.sum(stored2, axis=-1, keepdims=True)  # of O as it was kept, and of the p that made it
+        errs = p * (dp - np.sum(p * dp, axis=-1, keepdims=True))
+        errs = errs * np.sqrt(self.var_scores + h * (2 * (m - np.where(seen, s, m)) ** 2 + 6.75))
+        delta = delta + np.sum(errs**2, axis=-1, keepdims=True)
+        self.parts["recomputed d_masked_scores"] = [(p * np.sqrt(delta), delta.shape)]
 
     def _keep_short(self) -> None:
         """What keeping values in a shorter dtype adds: each rounding's variance, as the layer's code rounds."""

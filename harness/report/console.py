@@ -31,8 +31,8 @@ def make_console(file: IO[str] | None = None) -> Console:
 # ------------------------------------------------------------------------------------------------------------ verdict
 
 
-def print_verdict(document: Mapping[str, Any], console: Console, path: str | Path | None = None) -> None:
-    """Print what was compared, the table, the verdict in words, what was not checked, and where the artifact lies."""
+def print_verdict(document: Mapping[str, Any], console: Console, folder: Path | None = None) -> None:
+    """Print what was compared, the table, the verdict in words, what was not checked, and where the evidence lies."""
     console.print(Text(subject(document)))
     console.print(verdict_table(document))
     for word, sentence in sentences(document):
@@ -41,8 +41,9 @@ def print_verdict(document: Mapping[str, Any], console: Console, path: str | Pat
         console.print(Text(f"Not checked  {listed(owners)}: {what}"))
     for reason, names in blind_spots(document).items():
         console.print(Text(f"Hidden from the output  {listed(names)}: {reason}"))
-    if path is not None:
-        console.print(Text(f"Evidence: {path}"), soft_wrap=True)
+    if folder is not None:
+        console.print(Text(f"Report: {folder / 'report.html'}"), soft_wrap=True)
+        console.print(Text(f"Evidence: {folder / 'attention_check.json'}"), soft_wrap=True)
 
 
 def verdict(framework: Mapping[str, Any]) -> str:
@@ -114,9 +115,14 @@ def sentences(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if verdict(framework) == DID_NOT_RUN:
             yield DID_NOT_RUN, f"{name}: {framework['error']}"
     well = [name for name, framework in frameworks.items() if verdict(framework) == MATCH]
-    if well:
-        count = sum(row["framework"] in well for row in document["checks"])
-        yield MATCH, f"{listed(well)}: only rounding differs, forward and backward (checks held: {count:,})."
+    backward = {row["framework"] for row in document["checks"] if row["direction"] == "backward"}
+    for names, ways in (
+        ([name for name in well if name in backward], "forward and backward"),
+        ([name for name in well if name not in backward], "forward; no gradient was shown"),
+    ):
+        if names:
+            count = sum(row["framework"] in names for row in document["checks"])
+            yield MATCH, f"{listed(names)}: only rounding differs, {ways} (checks held: {count:,})."
 
 
 def divergence(first: Mapping[str, Any] | None) -> str:
@@ -124,7 +130,8 @@ def divergence(first: Mapping[str, Any] | None) -> str:
     if first is None:
         return "not every check was made; see the evidence."
     equation = first["equation"]
-    text = f"first at {first['stage']} ({'eq. ' * equation[:1].isdigit()}{equation}, {first['direction']})"
+    place = f" ({'eq. ' * equation[:1].isdigit()}{equation}, {first['direction']})" if equation != "none" else ""
+    text = f"first at {first['stage']}{place}"
     text += "".join(f", {what} {first[what]}" for what in ("head", "position") if first[what] is not None)
     return f"{text}. {first['explanation'] or ''}".rstrip()
 
@@ -159,7 +166,7 @@ def share(value: float | None) -> str:
 
 def listed(names: Any) -> str:
     """a, b and c"""
-    *most, last = names
+    *most, last = map(str, names)
     return f"{', '.join(most)} and {last}" if most else last
 
 

@@ -1,0 +1,116 @@
+"""A case for a program in any language, and what it wrote back.
+
+`write` puts into one folder all that a port needs: weights, inputs, cotangents and probes as safetensors, and
+`case.json`, which lists the runs and the names and shapes of all stages. The program answers each run that it can with
+a safetensors file of the run's name, in a folder of its own, that holds the output and whatever stages and gradients it
+has. `answers` and `land` put those before the judges.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from harness.case import BadInput, Case, open_tensors, write_tensors
+from harness.gates import EQUATION, direction, letters
+from harness.judging import Judging
+from harness.runners import PROBES, Setting, given, probe_cases
+from impls.spec import WEIGHTS, weight_shapes
+
+Answers = Mapping[str, Sequence[Path]]
+
+HOW = (
+    "For each run: read its weights [out, in] and its inputs, compute the layer, and write <run>.safetensors into a "
+    "folder of your own with the tensor 'output' [B,T,D], with any stages and gradients (d_ and the name) you have, "
+    "by these names and shapes and in the run's dtype. d_output is the gradient at the output. masked_scores is "
+    "compared at the keys that a query may see. Then: python -m harness.compare --trace FOLDER, with the flags that "
+    "chose the case."
+)
+
+
+def write(case: Case, dtypes: Sequence[str], folder: Path) -> list[Path]:
+    """Write a case's runs in these dtypes to `folder`, with the probes where one is float32; returns the files.
+
+    Raises BadInput where it cannot write.
+    """
+    files: list[Path] = []
+
+    def put(name: str, tensors: Mapping[str, Any]) -> str:
+        files.append(folder / f"{name}.safetensors")
+        write_tensors(files[-1], tensors, {})
+        return files[-1].name
+
+    runs = []
+    for dtype in dtypes:
+        rounded = case.rounded(dtype)
+        named = ""
+        for setting in (Setting(name, rope, dtype) for name in case.inputs for rope in ("neutral", "model")):
+            weights, inputs, d_output = rounded.arrays(*setting)
+            named = named or put(f"weights.{dtype}", weights)
+            own = put(setting.label, {**inputs, "d_output": d_output})
+            runs.append({"run": setting.label, "weights": named, "inputs": own})
+    if "float32" in dtypes:
+        answers, _ = probe_cases(case.config, folder)
+        for setting in [each for each in PROBES if each.input in answers]:
+            weights, inputs, d_output = given(case, setting, folder)
+            own = put(setting.label, {**inputs, "d_output": d_output})
+            runs.append({"run": setting.label, "weights": put(f"weights.{setting.label}", weights), "inputs": own})
+            (folder / f"{setting.input.replace(' ', '-')}.safetensors").unlink()
+
+    B, T, _ = next(iter(case.inputs.values()))["hidden_states"].shape
+    shapes = weight_shapes(case.config)
+    document = {
+        "how": HOW,
+        "case": case.sha256["weights"],
+        "config": asdict(case.config),
+        "sizes": case.config.sizes() | {"B": B, "T": T, "S": T},
+        "weights": {name: {"letters": WEIGHTS[name], "shape": shapes[name]} for name in WEIGHTS},
+        "runs": runs,
+        "stages": [
+            {
+                "name": name,
+                "equation": equation,
+                "direction": direction(name),
+                "letters": letters(name) or " ".join(WEIGHTS[name.removeprefix("d_")]),
+            }
+            for name, equation in EQUATION.items()
+        ],
+    }
+    files.append(folder / "case.json")
+    try:
+        files[-1].write_text(json.dumps(document, indent=2) + "\n")
+    except OSError as error:
+        raise BadInput(f"{files[-1]}: cannot be written ({error.strerror}); choose another directory") from error
+    return files
+
+
+def answers(paths: Sequence[Path]) -> dict[str, list[Path]]:
+    """The trace files in these folders and of these names, by the folder that they lie in. Raises BadInput."""
+    found: dict[str, list[Path]] = {}
+    for path in paths:
+        files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+        if not files:
+            raise BadInput(f"--trace {path}: holds no .safetensors file")
+        for file in files:
+            if not file.is_file():
+                raise BadInput(f"--trace {file}: no such file")
+            found.setdefault(f"{file.parent.as_posix()}/", []).append(file)
+    return found
+
+
+def land(traces: Answers, case: Case, judge: Judging, settings: Sequence[Setting]) -> None:
+    """Put the trace files before the judge. Raises BadInput for one that cannot be read, or of no run of this case."""
+    runs = {setting.label: setting for setting in [*settings, *PROBES]}
+    for name, files in traces.items():
+        for file in files:
+            if file.stem not in runs:
+                known = ", ".join(setting.label for setting in settings)
+                raise BadInput(f"--trace {file}: its name is none of this comparison's runs: {known}")
+            with open_tensors(file) as opened:
+                told = (opened.metadata() or {}).get("case", case.sha256["weights"])
+                for entry in opened.keys():  # noqa: SIM118  (a file, not a dict)
+                    opened.get_slice(entry).get_dtype()
+            if told != case.sha256["weights"]:
+                raise BadInput(f"--trace {file}: computed from another case; choose it by the flags that exported it")
+            judge.land(name, runs[file.stem], {"": str(file)})
