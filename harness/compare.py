@@ -36,6 +36,20 @@ NAMED = (*IMPLEMENTATIONS, *LIBRARIES, "hf-sdpa")
 """What --impl can name, and each of IMPLEMENTATIONS with a planted bug."""
 DTYPES = ("float64", "float32")
 ROPES = ("neutral", "model")
+DESCRIPTION = """\
+Recompute one attention layer in NumPy, JAX and PyTorch and prove, equation by equation, forward and backward, that
+only rounding differs from Hugging Face's Qwen3. Writes a report, report.html, and all evidence."""
+EXAMPLES = """\
+examples:
+  python -m harness.compare --open                                   the three implementations, and the report
+  python -m harness.compare --candidate port.py:attention            your own function
+  python -m harness.compare --weights path/to/Qwen3-0.6B --layer 0 27          layers of a checkpoint
+  python -m harness.compare --impl numpy:eps_1e-5                    what a mistake looks like (--list names all)
+  python -m harness.compare --impl torch jax-dpa --dtype bfloat16    in the format of production
+  python -m harness.export --case kit                                for a program in another language, then
+  python -m harness.compare --trace answers/                         what it wrote
+
+exit status: 0 all match, 1 something differs, 2 unusable input or arguments, 3 something did not run"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,17 +93,17 @@ def write_views(document: dict[str, Any], options: argparse.Namespace) -> None:
     if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
         with open(summary, "a", encoding="utf-8") as file:
             file.write(markdown(document))
-    if options.open:
-        webbrowser.open((options.out / "report.html").resolve().as_uri())
+    if options.open and not webbrowser.open((options.out / "report.html").resolve().as_uri()):
+        print(f"--open: there is no browser here; the report is {options.out / 'report.html'}", file=sys.stderr)
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The command's arguments."""
     parser = Arguments(
         prog="python -m harness.compare",
-        description="Recompute one attention layer in NumPy, JAX and PyTorch and prove, equation by equation, forward "
-        "and backward, that only rounding differs from Hugging Face's Qwen3.",
-        epilog="exit status: 0 all match, 1 something differs, 2 unusable input or arguments, 3 something did not run",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
     )
     add_case_arguments(parser)
     run = parser.add_argument_group("run")
