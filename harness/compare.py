@@ -43,7 +43,8 @@ EXAMPLES = """\
 examples:
   python -m harness.compare --open                                   the three implementations, and the report
   python -m harness.compare --candidate port.py:attention            your own function
-  python -m harness.compare --weights path/to/Qwen3-0.6B --layer 0 27          layers of a checkpoint
+  python -m harness.compare --model Qwen/Qwen3-0.6B --text "The bank of the river"      real weights, real input
+  python -m harness.compare --weights path/to/Qwen3-0.6B --layer 0 27                  layers of a checkpoint
   python -m harness.compare --impl numpy:eps_1e-5                    what a mistake looks like (--list names all)
   python -m harness.compare --impl torch jax-dpa --dtype bfloat16    in the format of production
   python -m harness.export --case kit                                for a program in another language, then
@@ -268,7 +269,7 @@ def compare(
             exchange.land(traces, case, judge, settings)
             workers.run(case, settings, judge, folder, options.keep_all, here)
             results.append((case, judge.finish(), judge))
-        document = assemble(results, names, settings, workers.ran, command)
+        document = assemble(results, names, workers.ran, command)
         publish(document, folder, options.out)
     write_report(document, options.out / "report.html", options.out / "traces")
     return document
@@ -309,7 +310,7 @@ def rejudge(options: argparse.Namespace, command: str) -> dict[str, Any]:
             if not judge.files:
                 raise BadInput(f"--rejudge {options.rejudge}: there are no traces of layer {case.layer} in its traces/")
             results.append((case, judge.finish(), judge))
-        document = assemble(results, names, settings, ran, command)
+        document = assemble(results, names, ran, command)
     return document | {"environment": old["environment"], "reference": old["reference"]}
 
 

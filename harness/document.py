@@ -7,19 +7,19 @@ from typing import Any
 from harness import artifact, environment, judging, scaling
 from harness.case import Case
 from harness.judging import LAYER, Judged, Judging
-from harness.runners import Setting
 from harness.workers import Ran
 
 
 def assemble(
     results: Sequence[tuple[Case, list[Judged], Judging]],
     names: Sequence[str],
-    settings: Sequence[Setting],
     ran: Ran,
     command: str,
 ) -> dict[str, Any]:
     """The artifact of a run, from the judged comparisons of each case (one for each layer)."""
     case, _, judge = results[0]
+    runs = [(case.layer, setting) for case, _, judge in results for setting in judge.settings]
+    settings = list(dict.fromkeys(setting for _, setting in runs))
     headline = max(settings, key=lambda s: (s.input == "chapter", s.rope == "neutral", s.dtype != "float64"))
     noise = judge.tolerances[headline].result() if headline in judge.tolerances else None
     dtypes = dict.fromkeys(setting.dtype for setting in settings)
@@ -41,9 +41,12 @@ def assemble(
             first["explanation"] += f" It agrees with {said} to rounding." if said else ""
         entry["match"] = entry["match"] and entry["error"] is None
         entry["seconds"] = ran.seconds.get(name)
-        entry["not_checked"] = judging.not_checked(name, settings, layers, everything)
+        entry["not_checked"] = judging.not_checked(name, runs, everything)
         if printed := ran.printed.get(name):
             entry["not_checked"].append(f"what it prints to standard output ({printed[1]} lines: {printed[0]!r} …)")
+        if blank := [str(each.layer) for each, _, judge in results if "text" in case.made and "text" not in each.made]:
+            what = f"the text on layer {', '.join(blank)}"
+            entry["not_checked"].append(f"{what}: what that sees depends on the layers below; it had the plain inputs")
         frameworks[name] = entry
     checks = [row._asdict() for each in everything for row in judging.rows(each)]
     checks.sort(
@@ -80,7 +83,9 @@ def assemble(
             if len(results) == 1
             else {str(c.layer): c.sha256["weights"] for c, _, _ in results},
         },
-        "inputs": {name: {**case.made[name], "sha256": case.sha256[name]} for name in case.inputs},
+        "inputs": {
+            name: {**case.made[name], "sha256": case.sha256[name]} for case, _, _ in results for name in case.made
+        },
         "reference": {
             "class": "transformers.models.qwen3.modeling_qwen3.Qwen3Attention",
             "attn_implementation": "eager",

@@ -4,12 +4,14 @@ Reads `config.json` and the six tensors of the layer asked for, never the model,
 """
 
 import argparse
+import hashlib
 import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from harness.case import (
     BATCH,
@@ -23,15 +25,19 @@ from harness.case import (
     inputs_beside,
     is_whole,
     layer_config,
-    open_tensors,
+    normal,
     read_case,
     read_inputs,
-    read_json,
+    rope_tables,
     seeded_case,
     write_inputs,
+    write_tensors,
     write_weights,
 )
 from impls.spec import WEIGHTS, AttentionConfig
+
+if TYPE_CHECKING:
+    from harness.checkpoint import Checkpoint
 
 QWEN3_DEFAULTS = {
     "hidden_size": 4096,
@@ -55,6 +61,8 @@ def open_case(
     seq_len: int | None = None,
     seed: int | None = None,
     directory: Path = Path("weights"),
+    model: "Checkpoint | None" = None,
+    text: str | None = None,
 ) -> Case:
     """The case that the command line chooses, with its inputs, written to `directory` where it is made anew.
 
@@ -69,6 +77,15 @@ def open_case(
     if B * T > MOST_TOKENS:
         raise BadInput(f"--batch {B} and --seq-len {T} make {B * T} tokens; an input holds at most {MOST_TOKENS}")
 
+    if weights is not None and weights.is_dir():
+        from harness.checkpoint import Checkpoint
+
+        model = Checkpoint(weights)
+    if model is not None:
+        case = write_inputs(directory, read_case(export_layer(model, layer or 0, directory), {}), B, T, seed)
+        return case if text is None or layer else write_text(directory, case, text, model)
+    if text is not None:
+        raise BadInput("--text needs a model's tokenizer; give --model, or a checkpoint directory by --weights")
     if weights is None:
         if layer:
             raise BadInput(
@@ -79,9 +96,6 @@ def open_case(
         raise BadInput(
             f"{weights}: neither a folder nor a file; give a checkpoint folder or an exported .safetensors file"
         )
-    if weights.is_dir():
-        return write_inputs(directory, read_case(export_layer(weights, layer or 0, directory), {}), B, T, seed)
-
     case = read_case(weights, {})
     if layer not in (None, case.layer):
         raise BadInput(f"--layer {layer}: {weights} holds layer {case.layer}; leave --layer out or give the checkpoint")
@@ -89,17 +103,49 @@ def open_case(
     return read_inputs(case, beside) if beside else write_inputs(directory, case, B, T, seed)
 
 
-def export_layer(checkpoint: Path, layer: int, directory: Path) -> Path:
-    """Writes one layer of a checkpoint directory as `<directory>/<its name>-layer<N>.safetensors`. Raises BadInput."""
-    try:
-        text = (checkpoint / "config.json").read_bytes()
-    except OSError as error:
-        raise BadInput(f"{checkpoint}: no Hugging Face checkpoint, config.json: {error.strerror}") from error
-    fields = read_json(text, str(checkpoint / "config.json"))
-    weights, config, theta, dtype = extract_layer(fields, tensor_getter(checkpoint), layer, str(checkpoint))
-    model = checkpoint.resolve().name
-    source = {"kind": "checkpoint", "model": model, "revision": None, "layer": layer, "dtype": dtype}
-    return write_weights(directory, f"{model}-layer{layer}", weights, config, theta, source)
+def export_layer(checkpoint: "Checkpoint", layer: int, directory: Path) -> Path:
+    """Writes one layer of a checkpoint as `<directory>/<its name>-layer<N>.safetensors`. Raises BadInput.
+
+    The name of a model of the hub is its id and commit: `Qwen--Qwen3-0.6B-c1899de289a0-layer0`.
+    """
+    qwen3_config(checkpoint.fields, layer, f"{checkpoint.where}/config.json")  # refuses before anything is fetched
+    checkpoint.prefetch(f"{base}layers.{layer}.self_attn.{name}" for base in ("model.", "") for name in WEIGHTS)
+    weights, config, theta, dtype = extract_layer(checkpoint.fields, checkpoint.get, layer, checkpoint.where)
+    checkpoint.prefetch(())  # memory holds no layer twice
+    if checkpoint.commit:
+        model, name = checkpoint.where, f"{checkpoint.where.replace('/', '--')}-{checkpoint.commit[:12]}"
+    else:
+        model = name = Path(checkpoint.where).resolve().name
+    kind = "hub" if checkpoint.commit else "checkpoint"
+    source = {"kind": kind, "model": model, "revision": checkpoint.commit, "layer": layer, "dtype": dtype}
+    return write_weights(directory, f"{name}-layer{layer}", weights, config, theta, source)
+
+
+def write_text(directory: Path, case: Case, text: str, checkpoint: "Checkpoint") -> Case:
+    """The case with one more input, `text`: what layer 0 is fed when the model reads it. Raises BadInput."""
+    from harness.text import embedded
+
+    hidden_states, tokens = embedded(text, checkpoint, case.config.rms_norm_eps)
+    _, T, D = hidden_states.shape
+    seed = case.source.get("seed", 0)
+    cos, sin = rope_tables(case.config.head_dim, case.theta, 1, T)
+    arrays = {
+        "hidden_states": hidden_states,
+        "cos": cos,
+        "sin": sin,
+        "d_output": normal(seed, "text d_output", 1, T, D),
+    }
+    made = {"kind": "text", "text": text, "tokens": tokens, "seed": seed, "batch": 1, "seq_len": T, "theta": case.theta}
+    path = directory / f"{case.name}.{hashlib.sha256(text.encode()).hexdigest()[:8]}.text.safetensors"
+    write_tensors(path, arrays, {"source": made})
+    read = read_inputs(replace(case, inputs={}, made={}), {"text": path})
+    return replace(
+        read,
+        inputs=case.inputs | read.inputs,
+        made=case.made | read.made,
+        sha256=case.sha256 | read.sha256,
+        paths=case.paths | read.paths,
+    )
 
 
 def extract_layer(
@@ -168,41 +214,6 @@ def not_plain(known: Mapping[str, Any], rope: Mapping[str, Any], layer: int) -> 
     return None
 
 
-def tensor_getter(checkpoint: Path) -> Callable[[str], Array | None]:
-    """`get(name)`: a tensor of a checkpoint directory as on disk, read alone; None where there is none.
-
-    The files are model.safetensors, or those of model.safetensors.index.json, or the only *.safetensors there is.
-    Raises BadInput.
-    """
-    index, single = checkpoint / "model.safetensors.index.json", checkpoint / "model.safetensors"
-    files = [single] if single.exists() else sorted(checkpoint.glob("*.safetensors"))
-    if not single.exists() and index.exists():
-        shards = read_json(index.read_bytes(), str(index)).get("weight_map")
-        if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
-            raise BadInput(f"{index}: has no weight_map from tensors to files; download the checkpoint again")
-    elif len(files) == 1:
-        with open_tensors(files[0]) as file:
-            shards = dict.fromkeys(file.keys(), files[0].name)
-    else:
-        raise BadInput(
-            f"{checkpoint}: {len(files)} files of safetensors and neither model.safetensors nor {index.name}; "
-            f"save the model again with save_pretrained(..., safe_serialization=True)"
-        )
-
-    def get(name: str) -> Array | None:
-        if name not in shards:
-            return None
-        if not (checkpoint / shards[name]).exists():
-            raise BadInput(
-                f"{checkpoint / shards[name]}: missing, it should hold {name}; download the checkpoint again"
-            )
-        with open_tensors(checkpoint / shards[name]) as file:
-            tensor: Array = file.get_tensor(name)
-            return tensor
-
-    return get
-
-
 # ------------------------------------------------------------------------------------------------------------- command
 
 
@@ -224,6 +235,17 @@ def add_case_arguments(parser: argparse.ArgumentParser) -> None:
         "Qwen3-0.6B's geometry, the same everywhere, offline)",
     )
     choice.add_argument(
+        "--model",
+        metavar="ID",
+        help="a Qwen3 model of the hub, such as Qwen/Qwen3-0.6B: of its weights only the asked layers are fetched",
+    )
+    choice.add_argument("--revision", metavar="REV", help="branch, tag or commit of --model (default: main)")
+    choice.add_argument(
+        "--text",
+        metavar="TEXT",
+        help="one more input: what layer 0 is fed when the model reads this (needs --model or a checkpoint directory)",
+    )
+    choice.add_argument(
         "--layer", type=int, nargs="+", metavar="N", help="layers of the checkpoint, from 0 (default: 0, or the file's)"
     )
     choice.add_argument("--batch", type=int, metavar="B", help=f"sequences in an input (default: {BATCH})")
@@ -238,11 +260,18 @@ def add_case_arguments(parser: argparse.ArgumentParser) -> None:
 
 def open_cases(arguments: argparse.Namespace, directory: Path) -> list[Case]:
     """A case for each layer asked for by `add_case_arguments`. Raises BadInput, whatever is wrong with the files."""
+    if arguments.model is not None and arguments.weights is not None:
+        raise BadInput("--model and --weights: both choose the weights; give one of them")
+    if arguments.revision is not None and arguments.model is None:
+        raise BadInput("--revision is one of --model; give that too")
     try:
-        return [
-            open_case(arguments.weights, layer, arguments.batch, arguments.seq_len, arguments.seed, directory)
-            for layer in arguments.layer or [None]
-        ]
+        model = None
+        if arguments.model is not None:
+            from harness.hub import open_hub
+
+            model = open_hub(arguments.model, arguments.revision)
+        given = (arguments.batch, arguments.seq_len, arguments.seed, directory, model, arguments.text)
+        return [open_case(arguments.weights, layer, *given) for layer in arguments.layer or [None]]
     except OSError as error:
         raise BadInput(f"{error.filename or arguments.weights}: {error.strerror or error}") from error
     except (OverflowError, RecursionError, UnicodeError) as error:

@@ -144,7 +144,8 @@ class Judging:
         sampler: Executor,
         folder: Path,
     ):
-        self.case, self.pool, self.fused = case, pool, any(name in FUSED or not ours(name) for name in names)
+        self.case, self.settings, self.pool = case, list(settings), pool
+        self.fused = any(name in FUSED or not ours(name) for name in names)
         self.waiting = list(comparisons(names, settings))
         self.uses = Counter(key for comparison in self.waiting for key in comparison.traces())
         self.files: dict[Key, Mapping[str, str]] = {}
@@ -483,13 +484,13 @@ def pairwise(
     return pairs
 
 
-def not_checked(name: str, settings: Sequence[Setting], layers: Sequence[int], results: Iterable[Judged]) -> list[str]:
-    """What no gate saw of an implementation, in words."""
+def not_checked(name: str, runs: Sequence[tuple[int, Setting]], results: Iterable[Judged]) -> list[str]:
+    """What no gate saw of an implementation, in words; `runs` are the layers and settings that were asked for."""
     said = [] if (words := _unseen(name, results)) is None else [words]
     made = {(result.layer, result.comparison) for result in results}
     gates = {"structure": {"float64"}, "local, tolerance": ROUNDING.keys() - {"float64"}, "probes": {"float32"}}
     for gate, dtypes in gates.items():
-        wanted = [(layer, setting) for layer in layers for setting in settings if setting.dtype in dtypes]
+        wanted = [(layer, setting) for layer, setting in runs if setting.dtype in dtypes]
         if gate == "probes" and (wanted or name in REFERENCES):
             continue
         if not wanted:

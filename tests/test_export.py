@@ -259,13 +259,19 @@ BAD: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "config.json is not JSON": (change_file("config.json", b"{"), "is not JSON"),
     "config.json is not text": (change_file("config.json", b"\xff\xfe{}"), "is not JSON"),
     "config.json is a list": (change_file("config.json", b"[]"), "not a JSON object"),
-    "no weights": (change_file("model.safetensors", None), "0 files of safetensors"),
+    "no weights": (
+        change_file("model.safetensors", None),
+        "has neither model.safetensors nor model.safetensors.index.json",
+    ),
     "weights are garbage": (change_file("model.safetensors", b"garbage!" * 9), "not a readable safetensors file"),
     "index is not JSON": (index_only(b"?"), "index.json is not JSON"),
     "index without a map": (index_only(b"{}"), "has no weight_map"),
     "index with numbers": (index_only(b'{"weight_map": {"a": 1}}'), "has no weight_map"),
     "index lacks the layer": (index_only(b'{"weight_map": {}}'), f"has no tensor {q_proj(0)}"),
-    "a shard is missing": (index_only(json.dumps({"weight_map": {q_proj(0): "gone"}}).encode()), "gone: missing"),
+    "a shard is missing": (
+        index_only(json.dumps({"weight_map": {q_proj(0): "gone.safetensors"}}).encode()),
+        "gone.safetensors: missing",
+    ),
     "a shard lacks it": (
         index_only(b'{"weight_map": {"layers.0.self_attn.q_proj.weight": "shard.safetensors"}}'),
         "not a readable",

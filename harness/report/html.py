@@ -348,10 +348,11 @@ class Folder:
 
 def attention(document: Mapping[str, Any], folder: Folder) -> dict[str, Any] | None:
     """The layer's own weights in float64, of the first sequence of the first layer."""
+    source = "text" if "text" in document["inputs"] else document["setting"]["input"]
     for rope in ("model", "neutral"):
-        run = {"layer": document["layers"][0], "input": document["setting"]["input"], "rope": rope}
+        run = {"layer": document["layers"][0], "input": source, "rope": rope}
         if (probs := folder.read(LAYER, "probs", "float64", **run)) is not None:
-            svg = figures.attention(probs[0].astype(np.float64), document.get("tokens"))
+            svg = figures.attention(probs[0].astype(np.float64), document["inputs"].get(source, {}).get("tokens"))
             return run | {"svg": svg, "heads": probs.shape[1], "blocks": probs.shape[2] > figures.BINS}
     folder.missing.append("attention maps (of the layer in float64)")
     return None
