@@ -5,6 +5,7 @@ draws the rounding noise while the others import, judges each trace as it lands,
 """
 
 import argparse
+import difflib
 import itertools
 import os
 import shlex
@@ -21,10 +22,10 @@ from typing import Any
 from threadpoolctl import threadpool_limits
 
 from harness import artifact, bugs, environment, exchange
-from harness.case import BadInput, Case
-from harness.document import assemble
+from harness.case import BadInput
+from harness.document import Layer, assemble, conclude
 from harness.export import Arguments, add_case_arguments, command, open_cases
-from harness.judging import LAYER, Judged, Judging
+from harness.judging import LAYER, Judging
 from harness.report import render
 from harness.report.console import Progress, make_console
 from harness.report.markdown import markdown
@@ -193,7 +194,7 @@ def print_list() -> int:
     """--list: what can be named on the command line and in a trace."""
     print("implementations  " + " ".join(NAMED))
     print("stages           " + " ".join(stage.name for stage in STAGES))
-    print("planted bugs     an implementation with one of them in it agrees with …")
+    print("planted bugs     an implementation with one of them in it has …")
     for bug in bugs.BUGS:
         for framework in bug.frameworks:
             print(f"  {f'{framework}:{bug.name}':42} {bug.says}")
@@ -206,9 +207,11 @@ def check_options(options: argparse.Namespace) -> None:
         framework, _, bug = name.partition(":")
         planted = framework in IMPLEMENTATIONS and bug in bugs.names(framework)
         if not (planted if bug else name in NAMED):
+            near = difflib.get_close_matches(name, [*NAMED, *(f"{framework}:{each}" for each in bugs.names(framework))])
+            hint = f" Did you mean {near[0]}?" if near else ""
             raise BadInput(
                 f"--impl {name}: no such implementation; there are {', '.join(NAMED)} (--list shows the planted bugs, "
-                "too); your own is given by --candidate"
+                f"too); your own is given by --candidate.{hint}"
             )
     for name in options.candidate:
         place, _, function = name.rpartition(":")
@@ -228,8 +231,10 @@ def check_options(options: argparse.Namespace) -> None:
             raise BadInput(f"{flag} is {value:g}; it must be above 0")
 
 
-def check_layers(layers: Sequence[int]) -> None:
-    """Raises BadInput for a layer that is named twice."""
+def check_layers(layers: Sequence[int | str]) -> None:
+    """Raises BadInput for a layer that is named twice, or beside all of them."""
+    if "all" in layers and len(layers) > 1:
+        raise BadInput("--layer all: names every layer; leave out the others")
     for layer in layers:
         if layers.count(layer) > 1:
             raise BadInput(f"--layer {layer}: named twice")
@@ -261,18 +266,29 @@ def compare(
     ):
         (folder / "traces").mkdir()
         names = [*processes, *(here or {}), *traces]
-        results: list[tuple[Case, list[Judged], Judging]] = []
+        layers: list[Layer] = []
         for case in open_cases(options, directory):
             settings = [Setting(name, rope, dtype) for name in case.inputs for rope in ropes for dtype in dtypes]
             case = case.rounded(dtypes[-1])
             judge = Judging(case, names, settings, pool, sampler, folder)
             exchange.land(traces, case, judge, settings)
             workers.run(case, settings, judge, folder, options.keep_all, here)
-            results.append((case, judge.finish(), judge))
-        document = assemble(results, names, workers.ran, command)
+            layers.append(conclude(judge, names, {name for layer in layers for name in layer.diagnoses}))
+            let_go(judge, layers, folder, options.keep_all)
+        document = assemble(layers, names, workers.ran, command)
         publish(document, folder, options.out)
     write_report(document, options.out / "report.html", options.out / "traces")
     return document
+
+
+def let_go(judge: Judging, layers: Sequence[Layer], folder: Path, keep_all: bool) -> None:
+    """Delete the traces of a layer that are not to stay: of several, the first one's stay, and of those that differ."""
+    differs = any(not finding.match for each in layers[-1].judged for finding in each.findings)
+    stays = {folder / "traces"} if keep_all or differs or len(layers) == 1 else set()
+    for files in judge.files.values():
+        path = Path(files[""])
+        if path.is_relative_to(folder) and path.parent not in stays:
+            path.unlink()
 
 
 def rejudge(options: argparse.Namespace, command: str) -> dict[str, Any]:
@@ -290,7 +306,7 @@ def rejudge(options: argparse.Namespace, command: str) -> dict[str, Any]:
     settings = [each for each in settings if each.input in old["inputs"] and each.rope in ROPES]
     rounded = [each.dtype for each in settings if each.dtype != "float64"]
     with tempfile.TemporaryDirectory() as folder, judges() as (pool, sampler):
-        results: list[tuple[Case, list[Judged], Judging]] = []
+        layers: list[Layer] = []
         for case in open_cases(options, Path("weights")):
             hashes = old["weights"]["sha256"]
             wanted = {"weights": hashes.get(str(case.layer)) if isinstance(hashes, dict) else hashes}
@@ -309,8 +325,8 @@ def rejudge(options: argparse.Namespace, command: str) -> dict[str, Any]:
                     judge.land(name, setting, {"": str(path)})
             if not judge.files:
                 raise BadInput(f"--rejudge {options.rejudge}: there are no traces of layer {case.layer} in its traces/")
-            results.append((case, judge.finish(), judge))
-        document = assemble(results, names, ran, command)
+            layers.append(conclude(judge, names))
+        document = assemble(layers, names, ran, command)
     return document | {"environment": old["environment"], "reference": old["reference"]}
 
 

@@ -1,50 +1,80 @@
-"""The artifact of a run, assembled from what was judged."""
+"""The artifact of a run, assembled from what was judged, layer by layer."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
 from harness import artifact, environment, judging, scaling
 from harness.case import Case
 from harness.judging import LAYER, Judged, Judging
+from harness.runners import Setting
 from harness.workers import Ran
 
 
-def assemble(
-    results: Sequence[tuple[Case, list[Judged], Judging]],
-    names: Sequence[str],
-    ran: Ran,
-    command: str,
-) -> dict[str, Any]:
-    """The artifact of a run, from the judged comparisons of each case (one for each layer)."""
-    case, _, judge = results[0]
-    runs = [(case.layer, setting) for case, _, judge in results for setting in judge.settings]
+@dataclass(frozen=True)
+class Layer:
+    """What one layer's comparisons came to, without the arrays that they were made of."""
+
+    case: Case  # less weights and inputs
+    shape: tuple[int, ...]  # of the headline's hidden states
+    settings: list[Setting]
+    judged: list[Judged]
+    bounds: dict[str, Any] | None  # the tolerance of the headline's figures
+    blind: list[dict[str, str]]
+    diagnoses: dict[str, str]  # what an implementation that failed did, in words
+
+
+def headline(settings: Sequence[Setting]) -> Setting:
+    """The setting of the figures that a run is known by."""
+    return max(settings, key=lambda s: (s.input == "chapter", s.rope == "neutral", s.dtype != "float64"))
+
+
+def conclude(judge: Judging, names: Sequence[str], named: Collection[str] = ()) -> Layer:
+    """Wait for a layer's comparisons and keep what is needed of them; those `named` have their diagnosis."""
+    judged, first, case = judge.finish(), headline(judge.settings), judge.case
+    failed = {each.comparison.name for each in judged for finding in each.findings if not finding.match}
+    said = {name: judge.diagnosis(name) for name in names if name in failed and name not in named}
+    return Layer(
+        case=replace(case, weights={}, inputs={}),
+        shape=case.inputs[first.input]["hidden_states"].shape,
+        settings=judge.settings,
+        judged=judged,
+        bounds=judging.bounds(judge.tolerances[first].result()) if first in judge.tolerances else None,
+        blind=judge.blind.result(),
+        diagnoses={name: words for name, words in said.items() if words},
+    )
+
+
+def assemble(layers: Sequence[Layer], names: Sequence[str], ran: Ran, command: str) -> dict[str, Any]:
+    """The artifact of a run, from the judged comparisons of each layer."""
+    case = layers[0].case
+    runs = [(layer.case.layer, setting) for layer in layers for setting in layer.settings]
     settings = list(dict.fromkeys(setting for _, setting in runs))
-    headline = max(settings, key=lambda s: (s.input == "chapter", s.rope == "neutral", s.dtype != "float64"))
-    noise = judge.tolerances[headline].result() if headline in judge.tolerances else None
+    first_setting, bounds = headline(settings), layers[0].bounds
     dtypes = dict.fromkeys(setting.dtype for setting in settings)
     precision = [
         each
         for name in names
         if name in ran.matmul_bits
-        for each in judging.precision(results[0][0].layer, name, ran.matmul_bits[name], dtypes)
+        for each in judging.precision(case.layer, name, ran.matmul_bits[name], dtypes)
     ]
     contract = [judging.contract(case.layer, name, written) for name, written in ran.written.items()]
-    everything = [each for _, judged, _ in results for each in judged] + precision + contract
-    layers = [case.layer for case, _, _ in results]
+    everything = [each for layer in layers for each in layer.judged] + precision + contract
     frameworks = {}
     for name in names:
-        entry = judging.verdict(name, everything, headline, noise, case.config.head_dim)
+        entry = judging.verdict(name, everything, first_setting, bounds, case.config.head_dim)
         entry["error"] = ran.errors.get(name)
         if first := entry["first_divergence"]:
-            said = next(filter(None, (judge.diagnosis(name) for _, _, judge in results)), None)
-            first["explanation"] += f" It agrees with {said} to rounding." if said else ""
+            said = next(filter(None, (layer.diagnoses.get(name) for layer in layers)), None)
+            first["explanation"] += f" Likely cause: {said}; that gives the same to rounding." if said else ""
         entry["match"] = entry["match"] and entry["error"] is None
         entry["seconds"] = ran.seconds.get(name)
         entry["not_checked"] = judging.not_checked(name, runs, everything)
         if printed := ran.printed.get(name):
             entry["not_checked"].append(f"what it prints to standard output ({printed[1]} lines: {printed[0]!r} …)")
-        if blank := [str(each.layer) for each, _, judge in results if "text" in case.made and "text" not in each.made]:
+        blank = [str(each.case.layer) for each in layers if "text" in case.made and "text" not in each.case.made]
+        if blank:
             what = f"the text on layer {', '.join(blank)}"
             entry["not_checked"].append(f"{what}: what that sees depends on the layers below; it had the plain inputs")
         frameworks[name] = entry
@@ -52,39 +82,40 @@ def assemble(
     checks.sort(
         key=lambda row: [row[key] for key in ("layer", "framework", "gate", "against", "dtype", "input", "rope")]
     )
-    bound = judging.bounds(noise, None)["max_abs"] if noise else None
-    pairwise = judging.pairwise(everything, headline, names, bound)
+    pairwise = judging.pairwise(everything, first_setting, names, bounds["max_abs"] if bounds else None)
     shown = [entry for entry in frameworks.values() if entry["max_abs_diff"] is not None]
     match = all(entry["match"] for entry in frameworks.values()) and all(row["match"] for row in checks)
     status = artifact.exit_status(frameworks)
     versions = environment.versions()
-    B, T, _ = case.inputs[headline.input]["hidden_states"].shape
+    B, T, _ = layers[0].shape
     return {
         "schema_version": artifact.SCHEMA_VERSION,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,
         "model": case.source.get("model") or case.name,
-        "layers": layers,
+        "layers": [layer.case.layer for layer in layers],
         "batch_size": B,
         "seq_len": T,
-        "setting": headline._asdict(),
+        "setting": first_setting._asdict(),
         "match": match,
         "exit_status": status if match or status else 1,
         "max_abs_diff": max((entry["max_abs_diff"] for entry in shown), default=None),
         "mean_abs_diff": max((entry["mean_abs_diff"] for entry in shown), default=None),
         "frameworks": frameworks,
         "pairwise": pairwise,
-        "blind_to": [{"layer": case.layer, **bug} for case, _, judge in results for bug in judge.blind.result()],
+        "blind_to": [{"layer": layer.case.layer, **bug} for layer in layers for bug in layer.blind],
         "scaling": scaling.measure() | {"parameters": scaling.parameters(case.config)},
         "weights": {
             "source": case.source,
             "description": case.describe(),
             "sha256": case.sha256["weights"]
-            if len(results) == 1
-            else {str(c.layer): c.sha256["weights"] for c, _, _ in results},
+            if len(layers) == 1
+            else {str(layer.case.layer): layer.case.sha256["weights"] for layer in layers},
         },
         "inputs": {
-            name: {**case.made[name], "sha256": case.sha256[name]} for case, _, _ in results for name in case.made
+            name: {**made, "sha256": layer.case.sha256[name]}
+            for layer in layers
+            for name, made in layer.case.made.items()
         },
         "reference": {
             "class": "transformers.models.qwen3.modeling_qwen3.Qwen3Attention",
@@ -95,7 +126,7 @@ def assemble(
         "environment": environment.describe(next(filter(None, ran.accelerators.values()), None))
         | {
             "versions": versions,
-            "matmul_bits": {name: bits[headline.dtype] for name, bits in ran.matmul_bits.items()},
+            "matmul_bits": {name: bits[first_setting.dtype] for name, bits in ran.matmul_bits.items()},
         },
         "checks": checks,
     }

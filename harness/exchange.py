@@ -24,9 +24,21 @@ HOW = (
     "For each run: read its weights [out, in] and its inputs, compute the layer, and write <run>.safetensors into a "
     "folder of your own with the tensor 'output' [B,T,D], with any stages and gradients (d_ and the name) you have, "
     "by these names and shapes and in the run's dtype. d_output is the gradient at the output. masked_scores is "
-    "compared at the keys that a query may see. Then: python -m harness.compare --trace FOLDER, with the flags that "
-    "chose the case."
+    "compared at the keys that a query may see. Arrays are row-major and contiguous. Then: python -m harness.compare "
+    "--trace FOLDER, with the flags that chose the case."
 )
+
+
+EQUATIONS = {
+    "q_proj": "X W^T, cut into N heads of H; k_proj and v_proj into K heads",
+    "q_norm": "w * x / sqrt(mean(x^2) + rms_norm_eps), over each head by itself; k_norm alike",
+    "q_rope": "x * cos + rot(x) * sin with rot([x1, x2]) = [-x2, x1] of the two halves of a head; k_rope alike",
+    "scores": "q . k / sqrt(H); query head n reads key/value head n // G",
+    "masked_scores": "scores where key <= query, else -infinity (or any number that no score comes near)",
+    "probs": "softmax of a row",
+    "heads": "probs V",
+    "output": "heads, concatenated, times W_O^T",
+}
 
 
 def write(case: Case, dtypes: Sequence[str], folder: Path) -> list[Path]:
@@ -63,6 +75,13 @@ def write(case: Case, dtypes: Sequence[str], folder: Path) -> list[Path]:
     document = {
         "how": HOW,
         "case": case.sha256["weights"],
+        "inputs": {
+            "hidden_states": "[B,T,D]",
+            "cos": "[B,T,H]",
+            "sin": "[B,T,H]",
+            "d_output": "[B,T,D], the gradient at the output",
+        },
+        "equations": EQUATIONS,
         "config": asdict(case.config),
         "sizes": case.config.sizes() | {"B": B, "T": T, "S": T},
         "weights": {name: {"letters": WEIGHTS[name], "shape": shapes[name]} for name in WEIGHTS},
@@ -94,7 +113,7 @@ def answers(paths: Sequence[Path]) -> dict[str, list[Path]]:
             raise BadInput(f"--trace {path}: holds no .safetensors file")
         for file in files:
             if not file.is_file():
-                raise BadInput(f"--trace {file}: no such file")
+                raise BadInput(f"--trace {file}: no such file or folder")
             found.setdefault(f"{file.parent.as_posix()}/", []).append(file)
     return found
 
@@ -105,7 +124,7 @@ def land(traces: Answers, case: Case, judge: Judging, settings: Sequence[Setting
     for name, files in traces.items():
         for file in files:
             if file.stem not in runs:
-                known = ", ".join(setting.label for setting in settings)
+                known = ", ".join(runs)
                 raise BadInput(f"--trace {file}: its name is none of this comparison's runs: {known}")
             with open_tensors(file) as opened:
                 told = (opened.metadata() or {}).get("case", case.sha256["weights"])

@@ -8,7 +8,7 @@ import hashlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -77,7 +77,7 @@ def open_case(
     if B * T > MOST_TOKENS:
         raise BadInput(f"--batch {B} and --seq-len {T} make {B * T} tokens; an input holds at most {MOST_TOKENS}")
 
-    if weights is not None and weights.is_dir():
+    if model is None and weights is not None and weights.is_dir():
         from harness.checkpoint import Checkpoint
 
         model = Checkpoint(weights)
@@ -224,6 +224,11 @@ class Arguments(argparse.ArgumentParser):
         raise BadInput(f"{message}; --help lists the arguments")
 
 
+def layer_number(text: str) -> int | str:
+    """A layer as it is named on the command line: a number, or "all". Raises ValueError."""
+    return text if text == "all" else int(text)
+
+
 def add_case_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments that choose a case, alike in every command; they are `open_case`'s."""
     choice = parser.add_argument_group("case")
@@ -246,7 +251,11 @@ def add_case_arguments(parser: argparse.ArgumentParser) -> None:
         help="one more input: what layer 0 is fed when the model reads this (needs --model or a checkpoint directory)",
     )
     choice.add_argument(
-        "--layer", type=int, nargs="+", metavar="N", help="layers of the checkpoint, from 0 (default: 0, or the file's)"
+        "--layer",
+        type=layer_number,
+        nargs="+",
+        metavar="N",
+        help='layers of the model, from 0, or "all" (default: 0, or the file\'s)',
     )
     choice.add_argument("--batch", type=int, metavar="B", help=f"sequences in an input (default: {BATCH})")
     choice.add_argument("--seq-len", type=int, metavar="T", help=f"tokens in a sequence (default: {SEQ_LEN})")
@@ -258,24 +267,43 @@ def add_case_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def open_cases(arguments: argparse.Namespace, directory: Path) -> list[Case]:
-    """A case for each layer asked for by `add_case_arguments`. Raises BadInput, whatever is wrong with the files."""
+def open_cases(arguments: argparse.Namespace, directory: Path) -> Iterator[Case]:
+    """A case for each layer asked for by `add_case_arguments`, one after the other.
+
+    Raises BadInput, whatever is wrong with the files; for a layer that there is not, before the first.
+    """
     if arguments.model is not None and arguments.weights is not None:
         raise BadInput("--model and --weights: both choose the weights; give one of them")
     if arguments.revision is not None and arguments.model is None:
         raise BadInput("--revision is one of --model; give that too")
     try:
-        model = None
+        model: Checkpoint | None = None
         if arguments.model is not None:
             from harness.hub import open_hub
 
             model = open_hub(arguments.model, arguments.revision)
+        elif arguments.weights is not None and arguments.weights.is_dir():
+            from harness import checkpoint
+
+            model = checkpoint.Checkpoint(arguments.weights)
         given = (arguments.batch, arguments.seq_len, arguments.seed, directory, model, arguments.text)
-        return [open_case(arguments.weights, layer, *given) for layer in arguments.layer or [None]]
+        for layer in layers_of(model, arguments.layer or [None]):
+            yield open_case(arguments.weights, layer, *given)
     except OSError as error:
         raise BadInput(f"{error.filename or arguments.weights}: {error.strerror or error}") from error
     except (OverflowError, RecursionError, UnicodeError) as error:
         raise BadInput(f"{arguments.weights}: unusable ({type(error).__name__}: {error})") from error
+
+
+def layers_of(model: "Checkpoint | None", asked: Sequence[int | str | None]) -> list[int | None]:
+    """The layers that were asked for, "all" of them by number. Raises BadInput where the model has not all of them."""
+    if model is None:
+        return [None if layer == "all" else int(layer) if layer is not None else None for layer in asked]
+    count = model.fields.get("num_hidden_layers", QWEN3_DEFAULTS["num_hidden_layers"])
+    layers = list(range(count if is_whole(count, 1) else 1)) if "all" in asked else [int(layer or 0) for layer in asked]
+    for layer in layers:
+        qwen3_config(model.fields, layer, f"{model.where}/config.json")
+    return [*layers]
 
 
 def command(main: Callable[[], int]) -> NoReturn:

@@ -45,6 +45,7 @@ from harness.gates import (
 )
 from harness.runners import FUSED, LIBRARIES, PROBES, REFERENCES, Setting, fetch, ours, probe_cases, shown
 from impls import numpy_attention
+from impls.spec import GRADIENTS
 
 LAYER = "hf-eager"
 """Hugging Face's layer: in a row's `against`, in the row's own dtype."""
@@ -345,11 +346,11 @@ def rows(result: Judged) -> Iterator[Row]:
 
 
 def verdict(
-    name: str, results: Sequence[Judged], headline: Setting, noise: tolerance.Tolerance | None, head_dim: int
+    name: str, results: Sequence[Judged], headline: Setting, limits: dict[str, Any] | None, head_dim: int
 ) -> dict[str, Any]:
     """An implementation's entry in the artifact's `frameworks`, from all its comparisons with the layer.
 
-    Args: `headline`, the setting of the figures; `noise`, the tolerance there (None where only float64 was run).
+    Args: `headline`, the setting of the figures; `limits`, the tolerance there (None where only float64 was run).
     """
     own = [
         result
@@ -365,7 +366,7 @@ def verdict(
         "match": bool(findings) and all(finding.match for _, finding in findings),
         "max_abs_diff": _number(max((each.max_abs for each in heads), default=None)),
         "mean_abs_diff": _number(max((each.mean_abs for each in heads), default=None)),
-        "tolerance": noise and bounds(noise, _number(max(shares, default=None))),
+        "tolerance": limits and limits | {"largest_share": _number(max(shares, default=None))},
         "structure": _number(max(relative, default=None)),
         "structure_limit": structure.LIMIT if relative else None,
         "first_divergence": first_divergence(findings, head_dim),
@@ -375,7 +376,7 @@ def verdict(
     }
 
 
-def bounds(noise: tolerance.Tolerance, share: float | None) -> dict[str, Any]:
+def bounds(noise: tolerance.Tolerance) -> dict[str, Any]:
     """The tolerance of the output between two rounded results, and all that it was derived from."""
     sigma = noise.spreads["output"].sigma
     rms, lam = noise.limits("output", rounded=True)
@@ -389,7 +390,6 @@ def bounds(noise: tolerance.Tolerance, share: float | None) -> dict[str, Any]:
         "kappa": noise.spreads["output"].kappa,
         "lambda": lam / 2,
         "delta": tolerance.DELTA,
-        "largest_share": share,
     }
 
 
@@ -399,7 +399,7 @@ def first_divergence(findings: Sequence[tuple[Judged, Finding]], head_dim: int) 
     failed = [each for each in findings if not each[1].match]
     if not failed:
         return None
-    alone = not {finding.stage for _, finding in findings} & set(NAMES) - {"output"}
+    seen = {finding.stage for _, finding in findings}
     gates = ("precision", "structure", "local", "probes", "tolerance", "contract")
     order = {name: index for index, name in enumerate(NAMES)}
 
@@ -417,7 +417,7 @@ def first_divergence(findings: Sequence[tuple[Judged, Finding]], head_dim: int) 
         "direction": direction(name),
         "head": head,
         "position": position,
-        "explanation": explanation(result, finding, alone),
+        "explanation": explanation(result, finding, before(name) <= seen),
     }
 
 
@@ -433,8 +433,14 @@ def where(name: str, index: tuple[int, ...] | None, head_dim: int) -> tuple[int 
     return at.get("N", at.get("K")), at.get("T", at.get("S"))
 
 
-def explanation(result: Judged, finding: Finding, alone: bool = False) -> str:
-    """What failed and what that means, for a person; `alone` where nothing but the output was shown."""
+def before(name: str) -> set[str]:
+    """All that an entry is computed from, directly or not."""
+    needs = set(local.NEEDS.get(name, ()))
+    return needs.union(*(before(each) for each in needs))
+
+
+def explanation(result: Judged, finding: Finding, known: bool = True) -> str:
+    """What failed and what that means, for a person; `known` where all that is computed before it was shown."""
     name, setting, value, limit = finding.stage, result.comparison.setting, finding.value, finding.limit
     at = (
         f"({result.comparison.gate}, layer {result.layer}, {setting.input} input, {setting.rope} RoPE, {setting.dtype})"
@@ -448,14 +454,13 @@ def explanation(result: Judged, finding: Finding, alone: bool = False) -> str:
     if finding.measure == JACOBIAN:
         return f"It is not J^T times the gradient of the probabilities (3.7 to 3.9): off by {value:.1e} {at}."
     if finding.measure == "relative":
-        before = "all that is computed before it agrees" if direction(name) == "forward" else "the forward pass agrees"
-        text = f"It is off by {value:.1e} of its token's size, rounding by less than {limit:.0e} {at}"
-        return f"{text}: another computation{'' if alone else f', and {before}'}."
+        text = f"It is off by {value:.2g} of its token's largest value; rounding stays below {limit:.0e} {at}."
+        return f"{text} It computes something else{', while all that comes before it agrees' if known else ''}."
     if finding.measure == "exact":
         text = f"It is off by {value:.1e} of its largest value on the {setting.input} (layer {result.layer})"
         return f"{text}, where a correct layer does not round."
     if finding.measure == "bound":
-        return f"From its own inputs it errs {value:.1e} times as much as any order of summation can {at}."
+        return f"From its own inputs it errs {value:.2g} times as much as any order of summation can {at}."
     if result.comparison.gate == "precision":
         return (
             f"Its matrix products read {value:.0f} bits of their operands, {setting.dtype} has {limit:.0f}: "
@@ -491,12 +496,15 @@ def not_checked(name: str, runs: Sequence[tuple[int, Setting]], results: Iterabl
     gates = {"structure": {"float64"}, "local, tolerance": ROUNDING.keys() - {"float64"}, "probes": {"float32"}}
     for gate, dtypes in gates.items():
         wanted = [(layer, setting) for layer, setting in runs if setting.dtype in dtypes]
-        if gate == "probes" and (wanted or name in REFERENCES):
+        if gate == "probes" and name in REFERENCES:
             continue
-        if not wanted:
+        if gate == "probes" and wanted:
+            missing = sum((wanted[0][0], Comparison(name, EXACT, setting)) not in made for setting in PROBES)
+            said += [f"probes: no trace of {missing} of {len(PROBES)}"] if missing else []
+        elif not wanted:
             said.append(f"{gate}: {'float64' if gate == 'structure' else 'float32'} was not asked for")
         elif lost := [each for each in wanted if (each[0], Comparison(name, TRUTH, each[1])) not in made]:
-            said.append(f"{gate}: {len(lost)} of {len(wanted)} runs in {wanted[0][1].dtype} ended without a result")
+            said.append(f"{gate}: no trace of {len(lost)} of {len(wanted)} runs in {wanted[0][1].dtype}")
     if name in REFERENCES:
         said.append("probes: they are for what is compared with Hugging Face's layer")
     mine = (each for each in results if each.comparison.name == name and each.not_checked)
@@ -514,7 +522,9 @@ def _unseen(name: str, results: Iterable[Judged]) -> str | None:
     if not seen & set(NAMES) - {"output"}:
         return "all but the output, which is all that it returned: stages and gradients"
     missing = [entry for entry in NAMES if entry not in seen]
-    return f"{', '.join(missing)}: not among what it returned" if missing else None
+    if set(GRADIENTS) <= set(missing):
+        missing = [*(entry for entry in missing if entry not in GRADIENTS), "all gradients"]
+    return f"{', '.join(missing)}: not returned" if missing else None
 
 
 def _number(value: float | None) -> float | None:

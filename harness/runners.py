@@ -406,7 +406,12 @@ def _run(name: str, run: Run, arrays: tuple[Trace, Trace, Array], config: Attent
     else:
         copies = {key: value.copy() for key, value in {**weights, **inputs, "d_output": d_output}.items()}
         own = {key: copies[key] for key in weights}, {key: copies[key] for key in inputs}, copies["d_output"]
-        trace = run(*own, config)
+        process = os.getpid()
+        try:
+            trace = run(*own, config)
+        finally:
+            if os.getpid() != process:  # a child that it forked has come back from it
+                os._exit(0)
         originals = {**weights, **inputs, "d_output": d_output}
         written = [key for key, value in originals.items() if copies[key].tobytes() != value.tobytes()]
     for entry, value in trace.items():

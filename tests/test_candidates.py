@@ -114,6 +114,12 @@ def nothing(weights, inputs, config):
 def raises(weights, inputs, config):
     raise RuntimeError("boom")
 
+def forks(weights, inputs, config):
+    """Its child comes back, too."""
+    if os.fork() == 0:
+        time.sleep(0.1)
+    return output(weights, inputs, config)
+
 def crashes(weights, inputs, config):
     os.abort()
 
@@ -177,9 +183,9 @@ def verdicts(folder):
     return frameworks, rows, done.stdout
 
 
-RIGHT = ["stages", "output", "single", "single_inside", "no_float64", "lazy_jax", "torch_tensor", "prints"]
+RIGHT = ["stages", "output", "single", "single_inside", "no_float64", "lazy_jax", "torch_tensor", "prints", "forks"]
 WRONG = {
-    "late": "output: .* It agrees with RMSNorm applied after RoPE",
+    "late": "output: .* Likely cause: RMSNorm applied after RoPE",
     "writes": "cos, k_norm.weight: It writes into what it is given: cos, k_norm.weight.",
     "nan": "output: It holds NaN or infinity",
     "wide": "output: It is not float32",
@@ -199,7 +205,7 @@ def test_correct_functions_match(verdicts, name):
     frameworks, rows, _ = verdicts
     assert frameworks[name]["match"], said(frameworks[name])
     gates = {row["gate"] for row in rows[name]}
-    exact = name in ("stages", "output", "lazy_jax", "torch_tensor", "prints")
+    exact = name in ("stages", "output", "lazy_jax", "torch_tensor", "prints", "forks")
     assert gates >= {"tolerance", "probes"} and ("structure" in gates) == exact
     assert ("local" in gates) == (name == "stages")
     stages = {row["stage"] for row in rows[name]}
@@ -283,7 +289,9 @@ def test_check_from_python(folder, monkeypatch, tmp_path):
     assert good.match and all(row.match for row in good) and {row.framework for row in good} == {"output()", "hf-eager"}
     bad = harness.check(port.late, weights, rope="model", seq_len=5)
     assert not bad.match and any(not row.match for row in bad)
-    assert "DIFFERS  late(): first at output" in str(bad) and "RMSNorm applied after RoPE" in str(bad)
+    assert "DIFFERS  late(): in its output, which is all that it returned" in str(
+        bad
+    ) and "RMSNorm applied after RoPE" in str(bad)
     broken = harness.check(port.raises, weights, dtype="float32", rope="model")
     assert not broken.match and "DID NOT RUN  raises(): RuntimeError: boom" in str(broken)
     with pytest.raises(BadInput, match=r"gone\.safetensors: no such file"):
@@ -357,7 +365,7 @@ def test_wrong_trace_file_is_named(folder, kit, tmp_path):
     assert done.returncode == 1, done.stdout + done.stderr
     (framework,) = document["frameworks"].values()
     assert framework["first_divergence"]["stage"] == "q_norm"
-    assert "structure: 2 of 2 runs in float64 ended without a result" in framework["not_checked"]
+    assert "structure: no trace of 2 of 2 runs in float64" in framework["not_checked"]
 
 
 @pytest.mark.parametrize(

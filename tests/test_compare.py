@@ -164,6 +164,17 @@ def test_checkpoint(checkpoints: Path, tmp_path: Path, name: str) -> None:
     assert name in done.stdout
 
 
+def test_all_layers_keep_the_traces_of_the_first_and_of_those_that_differ(checkpoints: Path, tmp_path: Path) -> None:
+    weights = ["--weights", str(checkpoints / "tiny-bfloat16-single"), "--layer", "all", "--rope", "model"]
+    done = run(tmp_path, *weights, "--impl", "numpy", "--dtype", "float32")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert read(tmp_path)["layers"] == [0, 1]
+    traces = tmp_path / "artifacts" / "traces"
+    assert {path.name.split(".")[1] for path in traces.iterdir()} == {"layer0"}
+    done = run(tmp_path, *weights, "--impl", "numpy:scale_left_out", "--dtype", "float32")
+    assert done.returncode == 1 and {path.name.split(".")[1] for path in traces.iterdir()} == {"layer0", "layer1"}
+
+
 def test_batch_length_and_one_framework(checkpoints: Path, tmp_path: Path) -> None:
     weights = str(checkpoints / "tiny-float32-sharded")
     arguments = ["--weights", weights, "--impl", "numpy", "--batch", "3", "--seq-len", "1", "--dtype", "float64"]
@@ -411,6 +422,11 @@ def test_reader_that_goes_away_is_no_traceback(checkpoints: Path, tmp_path: Path
         timeout=120,
     )
     assert done.stderr == ""
+
+
+def test_all_layers_and_another_is_one_line(untouched: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare.main(["--layer", "all", "0"]) == 2
+    assert capsys.readouterr().err == "error: --layer all: names every layer; leave out the others\n"
 
 
 def test_layer_named_twice_is_one_line(untouched: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -70,7 +70,8 @@ def whole(names: tuple[str, ...] = ("numpy", "jax"), **changes: Any) -> dict[str
 
 
 def failing(
-    name: str = "jax", cause: str = " It agrees with the last head left zero (eq. 3.11) to rounding."
+    name: str = "jax",
+    cause: str = " Likely cause: the last head left zero (eq. 3.11); that gives the same to rounding.",
 ) -> dict[str, Any]:
     """An artifact in which one implementation breaks at `heads`, another did not run."""
     first = {"stage": "heads", "equation": "3.11", "direction": "forward", "head": 4, "position": 2}
@@ -216,7 +217,7 @@ def test_a_failure_leads_the_page(broken: str) -> None:
     card = broken[broken.index('class="failure"') : broken.index("</section>")]
     text = Page(card.partition(">")[2]).text
     assert f"{HOSTILE} breaks at heads: equation 3.11, forward" in text
-    assert "Cause: to rounding, this is the last head left zero (eq. 3.11)." in text
+    assert "Likely cause: the last head left zero (eq. 3.11); that gives the same to rounding." in text
     assert "Worst at head 4, position 2. It is off by 1 of its token's size." in text
     assert "<math" in card and 'role="img"' in card and "def <span" not in text and "o_BTNH = observe" in text
     assert f"DIFFERS {HOSTILE}, first at heads (equation 3.11)." in page.text
@@ -225,13 +226,13 @@ def test_a_failure_leads_the_page(broken: str) -> None:
 
 def test_names_are_text(broken: str) -> None:
     assert "<script" not in broken and "49" not in Page(broken).text.partition("breaks at")[0]
-    doc = failing(HOSTILE, " It agrees with <b>this</b> to rounding.")
+    doc = failing(HOSTILE, " Likely cause: <b>this</b>; that gives the same to rounding.")
     doc["inputs"]["chapter"]["tokens"] = ["<i>a</i>", "$x$", "\x00\n", "中文", "e"]
     doc["command"] = "</dd><img src=x>"
     doc["blind_to"] = [{"layer": 0, "name": "<u>", "says": "", "reason": "<s>"}]
     page = Page(render_html(doc))
     assert not {"img", "b-", "i-", "u", "s", "script"} & {tag for tag, _ in page.elements}
-    assert "to rounding, this is <b>this</b>." in page.text
+    assert "Likely cause: <b>this</b>; that gives" in page.text
 
 
 def test_one_file_without_network_or_script(matching: str, broken: str) -> None:

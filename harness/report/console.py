@@ -103,7 +103,8 @@ def sentences(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     frameworks = document["frameworks"]
     for name, framework in frameworks.items():
         if verdict(framework) == DIFFERS:
-            yield DIFFERS, f"{name}: {divergence(framework['first_divergence'])}"
+            alone = any(what.startswith("all but the output") for what in framework["not_checked"])
+            yield DIFFERS, f"{name}: {divergence(framework['first_divergence'], alone)}"
     owners = dict.fromkeys(row["framework"] for row in document["checks"] if not row["match"])
     for name in owners:
         if name not in frameworks:
@@ -116,22 +117,27 @@ def sentences(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield DID_NOT_RUN, f"{name}: {framework['error']}"
     well = [name for name, framework in frameworks.items() if verdict(framework) == MATCH]
     backward = {row["framework"] for row in document["checks"] if row["direction"] == "backward"}
-    for names, ways in (
-        ([name for name in well if name in backward], "forward and backward"),
-        ([name for name in well if name not in backward], "forward; no gradient was shown"),
-    ):
+    groups: dict[str, list[str]] = {}
+    for name in well:
+        words = "forward and backward" if name in backward else "forward; no gradient was shown"
+        partial = any("no trace of" in what for what in frameworks[name]["not_checked"])
+        groups.setdefault(words + ", and not all runs" * partial, []).append(name)
+    for ways, names in groups.items():
         if names:
             count = sum(row["framework"] in names for row in document["checks"])
             yield MATCH, f"{listed(names)}: only rounding differs, {ways} (checks held: {count:,})."
 
 
-def divergence(first: Mapping[str, Any] | None) -> str:
-    """Where an implementation first differs: stage, equation, direction, head, position, and what it means."""
+def divergence(first: Mapping[str, Any] | None, alone: bool = False) -> str:
+    """Where an implementation first differs: stage, equation, direction, head, position, and what it means.
+
+    `alone` where nothing but its output was seen.
+    """
     if first is None:
         return "not every check was made; see the evidence."
     equation = first["equation"]
     place = f" ({'eq. ' * equation[:1].isdigit()}{equation}, {first['direction']})" if equation != "none" else ""
-    text = f"first at {first['stage']}{place}"
+    text = "in its output, which is all that it returned" if alone else f"first at {first['stage']}{place}"
     text += "".join(f", {what} {first[what]}" for what in ("head", "position") if first[what] is not None)
     return f"{text}. {first['explanation'] or ''}".rstrip()
 
@@ -161,7 +167,7 @@ def share(value: float | None) -> str:
     """A share of a limit: what is far beyond it is said in multiples."""
     if value is None:
         return "-"
-    return f"{value:.0%}" if value < 10 else f"{value:.0f}x" if value < 1000 else f"{value:.0e}x"
+    return f"{value:.0%}" if value < 10 else f"{float(f'{value:.2g}'):,.0f}x" if value < 1e7 else f"{value:.0e}x"
 
 
 def listed(names: Any) -> str:

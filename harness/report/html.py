@@ -119,10 +119,10 @@ def failures(document: Mapping[str, Any], folder: "Folder") -> Iterator[dict[str
     for name, framework in document["frameworks"].items():
         first = framework["first_divergence"]
         if console.verdict(framework) == console.DIFFERS and first:
-            what, _, cause = (first["explanation"] or "").partition(" It agrees with ")
+            what, _, cause = (first["explanation"] or "").partition(" Likely cause: ")
             section = next((each for each in SECTIONS if each.number == first["equation"]), None)
             picture = failure_picture(document, folder, name, first)
-            cause = cause.removesuffix(" to rounding.")
+            cause = cause.removesuffix("; that gives the same to rounding.")
             yield first | {"name": name, "what": pretty(what), "cause": cause, "section": section, "picture": picture}
 
 
