@@ -288,12 +288,17 @@ class Worker:
         """End the process and all that it started, now; once it has ended, nothing."""
         if self.log.closed:
             return
-        if self.process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-        self.listener.join()
+        self.kill()
+        self.listener.join(timeout=2)
+        if self.listener.is_alive():  # what it started has left its group, and holds its output open
+            return
         with contextlib.suppress(BrokenPipeError), self.log, self.process:
             pass  # closes its pipes; what it was not there to read is lost
+
+    def kill(self) -> None:
+        """Kill it, and whatever it started that is still there when it has ended itself."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     def _listen(self) -> None:
         assert self.process.stdout is not None

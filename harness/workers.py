@@ -99,7 +99,9 @@ class Workers:
                 worker, event = self.events.get(timeout=0.1)
             except queue.Empty:
                 for worker in busy:
-                    if not ours(worker.names[0]) and (reason := self.limits.broken(worker)):
+                    if worker.process.poll() is not None:
+                        worker.kill()  # what it has left behind; its exit event comes when that is gone
+                    elif not ours(worker.names[0]) and (reason := self.limits.broken(worker)):
                         self._fail(worker.names, reason)
                         worker.end()
                 continue
