@@ -105,6 +105,8 @@ def as_trace(result: Any) -> Trace:
     for name, value in named.items():
         if not isinstance(name, str):
             raise TypeError(f"it returned a dict with the key {name!r}; the keys are names of stages")
+        if name == "__metadata__":
+            raise TypeError("it returned an entry __metadata__, which no tensor in a file can be called")
         trace[name] = as_array(name, value)
     return trace
 
@@ -117,4 +119,6 @@ def as_array(name: str, value: Any) -> Array:
         return torch_attention.array(value.detach().cpu())
     if not hasattr(value, "__array__"):
         raise TypeError(f"{name} is a {type(value).__name__}; expected an array of NumPy, JAX or PyTorch")
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(f"{name} is a masked array; expected plain numbers")
     return np.asarray(value)

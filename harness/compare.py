@@ -29,11 +29,21 @@ from harness.judging import LAYER, Judging
 from harness.report import render
 from harness.report.console import Progress, make_console
 from harness.report.markdown import markdown
-from harness.runners import IMPLEMENTATIONS, LIBRARIES, Loaded, Setting, Unusable, give_way, ours, trace_file
+from harness.runners import (
+    IMPLEMENTATIONS,
+    LIBRARIES,
+    TILED,
+    Loaded,
+    Setting,
+    Unusable,
+    give_way,
+    ours,
+    trace_file,
+)
 from harness.workers import Limits, Ran, ReferenceFailed, Workers
 from impls.spec import STAGES
 
-NAMED = (*IMPLEMENTATIONS, *LIBRARIES, "hf-sdpa")
+NAMED = (*IMPLEMENTATIONS, *LIBRARIES, *TILED, "hf-sdpa")
 """What --impl can name, and each of IMPLEMENTATIONS with a planted bug."""
 DTYPES = ("float64", "float32")
 ROPES = ("neutral", "model")

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from harness import planted
@@ -237,7 +238,11 @@ class Judging:
 
     def _judge(self, comparison: Comparison) -> Judged:
         keys, reason = comparison.traces(), None
-        own, *others = (self._fetch(key) for key in keys)
+        try:
+            own, *others = (self._fetch(key) for key in keys)
+        except (LookupError, OSError, SafetensorError, ValueError):  # it wrote, or left, no file of tensors
+            unreadable = [Finding("output", "missing", math.inf, 0.0)]
+            return Judged(self.case.layer, comparison, unreadable, math.inf, math.inf)
         other = others[0] if others else own
         truth = others[-1] if others else own
         if large := local.beyond(truth, comparison.setting.dtype):
@@ -251,8 +256,9 @@ class Judging:
         except NotChecked as why:
             findings, reason = [], str(why)
         error = np.array(math.inf)
-        if "output" in own and own["output"].shape == other["output"].shape:
-            error = np.abs(difference("output", own["output"], other["output"]))
+        if "output" in own and own["output"].shape == other["output"].shape and own["output"].size:
+            with np.errstate(invalid="ignore"):
+                error = np.abs(difference("output", own["output"], other["output"]))
         for key in keys:
             self._release(key)
         return Judged(self.case.layer, comparison, findings, float(np.max(error)), float(np.mean(error)), reason)
@@ -280,7 +286,7 @@ class Judging:
     def _tell_float32(
         self, trace: Trace, truth: Trace, setting: Setting, findings: Sequence[Finding], hidden: bool
     ) -> None:
-        """Raises NotChecked for what computes in float32 inside, though float64 goes in and comes out.
+        """Raises NotChecked for what may compute in float32 inside, though float64 goes in and comes out.
 
         Such is a norm or a softmax "always in float32": beyond gate S, and everywhere within float32's own tolerance.
         """
@@ -290,7 +296,10 @@ class Judging:
             return
         noise = self._tolerance(single, truth)
         if all(each.match for each in tolerance.judge(trace, truth, noise, [], False, hidden, setting.dtype)):
-            raise NotChecked(f"given float64, it computes in float32 inside, first seen at {off[0].stage}")
+            raise NotChecked(
+                f"given float64, it differs from {off[0].stage} on, though by no more than float32 rounding, as what "
+                "computes in float32 inside does"
+            )
 
     def _fetch(self, key: Key) -> Trace:
         with self.lock:

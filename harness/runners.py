@@ -24,9 +24,11 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
+import psutil
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
@@ -43,9 +45,11 @@ IMPLEMENTATIONS = ("numpy", "jax", "torch")
 """The three that recompute the layer from the equations."""
 LIBRARIES = ("torch-sdpa", "jax-dpa")
 """The same with 3.5 to 3.11 left to the framework's own attention."""
+TILED = ("numpy-tiled",)
+"""The same with 3.5 to 3.11 computed tile by tile, in memory linear in T."""
 REFERENCES = ("hf-eager", "hf-sdpa")
 """Hugging Face's own layer: eager, the truth in float64, and with PyTorch's fused attention."""
-FUSED = (*LIBRARIES, "hf-sdpa")
+FUSED = (*LIBRARIES, *TILED, "hf-sdpa")
 """Those that show no scores and no probabilities."""
 
 _UNSEEN = {"scores", "masked_scores", "probs", "d_scores", "d_masked_scores", "d_probs"}
@@ -53,7 +57,7 @@ _UNSEEN = {"scores", "masked_scores", "probs", "d_scores", "d_masked_scores", "d
 
 def ours(name: str) -> bool:
     """Whether this project runs it, perhaps with a bug planted ("numpy:eps_1e-5"); else it is somebody's own."""
-    return name.partition(":")[0] in (*IMPLEMENTATIONS, *LIBRARIES, *REFERENCES)
+    return name.partition(":")[0] in (*IMPLEMENTATIONS, *LIBRARIES, *TILED, *REFERENCES)
 
 
 def shown(name: str) -> list[str]:
@@ -148,6 +152,10 @@ def load(name: str, device: str = "cpu") -> Loaded:
         bugs.plant(framework, bug)
     if framework == "numpy":
         return Loaded(run_numpy, matmul_numpy)
+    if framework == "numpy-tiled":
+        from impls import numpy_tiled
+
+        return Loaded(functools.partial(run_numpy, page=numpy_tiled), matmul_numpy)
     return _load_jax(framework, device) if framework.startswith("jax") else _load_torch(framework, device)
 
 
@@ -157,13 +165,16 @@ def run_numpy(
     d_output: Array,
     config: AttentionConfig,
     observe: Observe = keep,
+    page: ModuleType | None = None,
 ) -> Trace:
-    """The NumPy page's forward and backward, with every observed value kept.
+    """The forward and backward of the NumPy page, or of another one, with every observed value kept.
 
     bfloat16 and float16 are float32 arithmetic of which every observed value is rounded, as where Hugging Face rounds.
     """
-    from impls import numpy_attention
+    if page is None:
+        from impls import numpy_attention
 
+        page = numpy_attention
     short = d_output.dtype if d_output.dtype.itemsize == 2 else None
     if short:
         weights, inputs = (
@@ -176,8 +187,8 @@ def run_numpy(
         return trace[name] if short is None else trace[name].astype(np.float32)
 
     with np.errstate(over="ignore" if short else "warn", invalid="ignore" if short else "warn"):  # beyond float16
-        _, cache = numpy_attention.forward(weights, inputs, config, record)
-        numpy_attention.backward(d_output.astype(np.float32) if short else d_output, cache, record)
+        _, cache = page.forward(weights, inputs, config, record)
+        page.backward(d_output.astype(np.float32) if short else d_output, cache, record)
     return trace
 
 
@@ -235,7 +246,7 @@ def _device(framework: str, asked: str, has_gpu: bool) -> str:
 
 def store(trace: Trace, path: Path, scratch: Path | None) -> dict[str, str]:
     """Write a trace to `path`; its weight gradients, which are large, to `scratch` if given. Returns where they are."""
-    large = {name: value for name, value in trace.items() if name.endswith("proj.weight") and scratch is not None}
+    large = {name: trace[name] for name in GRADIENTS if name in trace and name.endswith("proj.weight") and scratch}
     files = {"": str(path)}
     for name, value in large.items():
         files[name] = str(Path(str(scratch)) / f"{path.stem}.{name}.npy")
@@ -297,13 +308,22 @@ class Worker:
 
     def kill(self) -> None:
         """Kill it, and whatever it started that is still there when it has ended itself."""
+        children: list[psutil.Process] = []
+        with contextlib.suppress(psutil.Error):
+            children = psutil.Process(self.process.pid).children(recursive=True)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
+        for child in children:  # that has left the group
+            with contextlib.suppress(psutil.Error):
+                child.kill()
 
     def _listen(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self.events.put((self, json.loads(line)))
+            try:
+                self.events.put((self, dict(json.loads(line))))
+            except (TypeError, ValueError):  # not from us: it wrote to a descriptor that is not its own
+                self.kill()
         code = self.process.wait()
         self.log.seek(0)
         last = (self.log.read().decode(errors="replace").strip().splitlines() or [""])[-1]
@@ -334,6 +354,9 @@ def environment(root: Path, device: str) -> dict[str, str]:
 def main(arguments: Sequence[str]) -> int:
     """The worker's process: import, answer jobs until standard input ends."""
     started = time.perf_counter()
+    signal.pthread_sigmask(
+        signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM}
+    )  # the command started it with both blocked
     device, *names = arguments
     say, printed = _speaker()
     jobs = _jobs()
@@ -397,6 +420,10 @@ def work(job: Mapping[str, Any], loaded: Mapping[str, Loaded], say: Callable[...
         try:
             files = _keep(trace, name, setting, case.layer, job)
         except (OSError, SafetensorError) as error:
+            if not ours(name):  # it may have lowered its own limits
+                say("failed", name=name, error=f"its trace cannot be written ({_line(error)})")
+                del seconds[name]
+                continue
             raise Unusable(f"--out: a trace cannot be written ({error}); make room or choose another") from error
         say("trace", name=name, setting=setting, files=files)
         seconds[name] += time.perf_counter() - start

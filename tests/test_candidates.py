@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jsonschema
 import numpy as np
+import psutil
 import pytest
 from safetensors.numpy import load_file, save_file
 from test_artifact import document as example
@@ -120,6 +121,35 @@ def forks(weights, inputs, config):
         time.sleep(0.1)
     return output(weights, inputs, config)
 
+def empty(weights, inputs, config):
+    return output(weights, inputs, config)[:0]
+
+def metadata(weights, inputs, config):
+    return {"output": output(weights, inputs, config), "__metadata__": np.ones(2, np.float32)}
+
+def elsewhere(weights, inputs, config):
+    return {"output": output(weights, inputs, config), "/../x.proj.weight": np.ones((2, 2), np.float32)}
+
+def lowers_its_limits(weights, inputs, config):
+    import resource
+    y = output(weights, inputs, config)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+    return y
+
+def writes_to_every_descriptor(weights, inputs, config):
+    for number in range(1, 20):
+        try:
+            os.write(number, b"not for you\\n")
+        except OSError:
+            pass
+    return output(weights, inputs, config)
+
+def leaves_children(weights, inputs, config):
+    import subprocess
+    subprocess.Popen(["sleep", "54321"])
+    subprocess.Popen(["sleep", "54321"], start_new_session=True)
+    os._exit(3)
+
 def crashes(weights, inputs, config):
     os.abort()
 
@@ -195,6 +225,12 @@ WRONG = {
     "integers": "TypeError: output holds int64 numbers",
     "nothing": "TypeError: it returned NoneType; expected the output array or a dict of stages",
     "raises": "RuntimeError: boom",
+    "empty": "output: It has another shape",
+    "metadata": "an entry __metadata__, which no tensor in a file can be called",
+    "elsewhere": "x.proj.weight: It is no stage of the layer",
+    "lowers_its_limits": "its trace cannot be written|its process was killed",
+    "writes_to_every_descriptor": "its process was killed",
+    "leaves_children": "its process ended with status 3",
     "crashes": r"its process was killed \(SIGABRT\)",
     "leaves": "its process ended with status 0",
 }
@@ -226,10 +262,15 @@ def test_what_could_not_be_checked_is_said(verdicts):
     alone = "all but the output, which is all that it returned: stages and gradients"
     assert frameworks["output"]["not_checked"] == [alone]
     assert "given float64, it returns float32 (output)" in frameworks["single"]["not_checked"][1]
-    assert "given float64, it computes in float32 inside" in frameworks["single_inside"]["not_checked"][1]
+    assert "as what computes in float32 inside does" in frameworks["single_inside"]["not_checked"][1]
     assert "TypeError: float32 only" in frameworks["no_float64"]["not_checked"][1]
     assert "what it prints to standard output (16 lines: 'a line' …)" in frameworks["prints"]["not_checked"]
-    assert "no gradient was shown" in out
+    assert "no gradient was shown" in " ".join(out.split())
+
+
+def test_nothing_that_a_candidate_started_is_left_running(verdicts):
+    left = [each for each in psutil.process_iter(["cmdline"]) if "54321" in (each.info["cmdline"] or [])]
+    assert not [each for each in left if each.ppid() != 1 or "sleep" not in each.name()]
 
 
 def test_hanging_and_hungry_functions_are_ended_and_take_nobody_with_them(folder):

@@ -320,7 +320,7 @@ def untouched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     [
         (
             ["--impl", "numpi"],
-            "--impl numpi: no such implementation; there are numpy, jax, torch, torch-sdpa, jax-dpa, hf-sdpa",
+            "--impl numpi: no such implementation; there are numpy, jax, torch, torch-sdpa",
         ),
         (["--impl", "numpy:eps_1e-3"], "--impl numpy:eps_1e-3"),
         (["--impl", "numpy", "numpy"], "named twice"),
