@@ -33,7 +33,7 @@ campaign: .venv/installed-dev
 oldest:
 	@$(PYTHON) -m venv .venv-oldest
 	@.venv-oldest/bin/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	@.venv-oldest/bin/python -m pip install --quiet transformers==4.51.0 numpy safetensors ml_dtypes jaxtyping beartype pytest
+	@.venv-oldest/bin/python -m pip install --quiet transformers==4.51.0 numpy safetensors ml_dtypes jaxtyping beartype psutil pytest
 	@.venv-oldest/bin/python -m pytest -o addopts= -q tests/test_reference.py $(ARGS)
 
 clean:

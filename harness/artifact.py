@@ -22,8 +22,8 @@ class Row(NamedTuple):
     rope: str  # "neutral" | "model"
     dtype: str
     framework: str
-    against: str  # "layer" (Hugging Face's), "float64 truth", "Jacobian", or the name of another implementation
-    gate: str  # "structure" | "tolerance" | …
+    against: str  # "truth" (the layer in float64), "hf-eager" (it in the run's dtype), "own inputs", "exact", …, a name
+    gate: str  # "structure" | "local" | "tolerance" | "probes" | "precision" | "contract"
     stage: str
     equation: str  # "3.5", or "RMSNorm" and "RoPE", which have no number
     direction: str  # "forward" | "backward"

@@ -76,8 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.quiet |= options.json == "-"
         check_options(options)
         check_layers(options.layer or [])
-        command = shlex.join(["python", "-m", "harness.compare", *(sys.argv[1:] if argv is None else argv)])
-        document = rejudge(options, command) if options.rejudge else compare(options, command)
+        typed = shlex.join(["python", "-m", "harness.compare", *(sys.argv[1:] if argv is None else argv)])
+        document = rejudge(options, typed) if options.rejudge else compare(options, typed)
         write_views(document, options)
     except (BadInput, Unusable) as error:
         print(f"error: {error}", file=sys.stderr)

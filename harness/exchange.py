@@ -15,7 +15,7 @@ from typing import Any
 from harness.case import BadInput, Case, open_tensors, write_tensors
 from harness.gates import EQUATION, direction, letters
 from harness.judging import Judging
-from harness.runners import PROBES, Setting, given, probe_cases
+from harness.runners import PROBES, Setting, given, probe_cases, probe_file
 from impls.spec import WEIGHTS, weight_shapes
 
 Answers = Mapping[str, Sequence[Path]]
@@ -68,7 +68,7 @@ def write(case: Case, dtypes: Sequence[str], folder: Path) -> list[Path]:
             weights, inputs, d_output = given(case, setting, folder)
             own = put(setting.label, {**inputs, "d_output": d_output})
             runs.append({"run": setting.label, "weights": put(f"weights.{setting.label}", weights), "inputs": own})
-            (folder / f"{setting.input.replace(' ', '-')}.safetensors").unlink()
+            probe_file(folder, setting.input).unlink()
 
     B, T, _ = next(iter(case.inputs.values()))["hidden_states"].shape
     shapes = weight_shapes(case.config)
@@ -128,8 +128,6 @@ def land(traces: Answers, case: Case, judge: Judging, settings: Sequence[Setting
                 raise BadInput(f"--trace {file}: its name is none of this comparison's runs: {known}")
             with open_tensors(file) as opened:
                 told = (opened.metadata() or {}).get("case", case.sha256["weights"])
-                for entry in opened.keys():  # noqa: SIM118  (a file, not a dict)
-                    opened.get_slice(entry).get_dtype()
             if told != case.sha256["weights"]:
                 raise BadInput(f"--trace {file}: computed from another case; choose it by the flags that exported it")
             judge.land(name, runs[file.stem], {"": str(file)})

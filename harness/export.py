@@ -77,10 +77,7 @@ def open_case(
     if B * T > MOST_TOKENS:
         raise BadInput(f"--batch {B} and --seq-len {T} make {B * T} tokens; an input holds at most {MOST_TOKENS}")
 
-    if model is None and weights is not None and weights.is_dir():
-        from harness.checkpoint import Checkpoint
-
-        model = Checkpoint(weights)
+    model = model or checkpoint_in(weights)
     if model is not None:
         case = write_inputs(directory, read_case(export_layer(model, layer or 0, directory), {}), B, T, seed)
         return case if text is None or layer else write_text(directory, case, text, model)
@@ -277,15 +274,7 @@ def open_cases(arguments: argparse.Namespace, directory: Path) -> Iterator[Case]
     if arguments.revision is not None and arguments.model is None:
         raise BadInput("--revision is one of --model; give that too")
     try:
-        model: Checkpoint | None = None
-        if arguments.model is not None:
-            from harness.hub import open_hub
-
-            model = open_hub(arguments.model, arguments.revision)
-        elif arguments.weights is not None and arguments.weights.is_dir():
-            from harness import checkpoint
-
-            model = checkpoint.Checkpoint(arguments.weights)
+        model = checkpoint_in(arguments.weights) if arguments.model is None else hub_model(arguments)
         given = (arguments.batch, arguments.seq_len, arguments.seed, directory, model, arguments.text)
         for layer in layers_of(model, arguments.layer or [None]):
             yield open_case(arguments.weights, layer, *given)
@@ -293,6 +282,24 @@ def open_cases(arguments: argparse.Namespace, directory: Path) -> Iterator[Case]
         raise BadInput(f"{error.filename or arguments.weights}: {error.strerror or error}") from error
     except (OverflowError, RecursionError, UnicodeError) as error:
         raise BadInput(f"{arguments.weights}: unusable ({type(error).__name__}: {error})") from error
+
+
+def checkpoint_in(weights: Path | None) -> "Checkpoint | None":
+    """The checkpoint, where that is a directory. Raises BadInput where there is none in it."""
+    if weights is None or not weights.is_dir():
+        return None
+    from harness.checkpoint import Checkpoint
+
+    return Checkpoint(weights)
+
+
+def hub_model(arguments: argparse.Namespace) -> "Checkpoint":
+    """The model of the hub that --model and --revision name. Raises BadInput."""
+    try:
+        from harness.hub import open_hub  # its client takes a while to import
+    except ImportError as error:  # transformers 4 brings one that lacks what this needs
+        raise BadInput("--model needs huggingface_hub 1.31 or newer; update it, or give --weights DIR") from error
+    return open_hub(arguments.model, arguments.revision)
 
 
 def layers_of(model: "Checkpoint | None", asked: Sequence[int | str | None]) -> list[int | None]:

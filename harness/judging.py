@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -107,6 +107,8 @@ class Judged(NamedTuple):
 
 ERRORS = (ArithmeticError, AttributeError, LookupError, NameError, TypeError, ValueError)
 """What a broken NumPy page may raise, or a planted bug whose line no longer stands in it."""
+UNREADABLE = (AttributeError, LookupError, OSError, SafetensorError, TypeError, ValueError)
+"""What reading a trace raises that is no file of tensors, or of a kind that NumPy lacks."""
 
 
 class NotChecked(Exception):
@@ -208,12 +210,12 @@ class Judging:
 
     def diagnosis(self, name: str) -> str | None:
         """What a failing implementation did, in words, where one of the planted bugs does the same down to rounding."""
-        traces = {key.setting: load_file(files[""]) for key, files in self.files.items() if key.name == name}
-        shown_by_case = {setting: trace for setting, trace in traces.items() if setting not in PROBES}
+        mine = {key.setting: files for key, files in self.files.items() if key.name == name}
         try:
+            shown_by_case = {s: load_file(files[""]) for s, files in mine.items() if s not in PROBES}
             noise = {setting: future.result() for setting, future in self.tolerances.items()}
             return planted.diagnose(self.case, shown_by_case, noise)
-        except ERRORS:
+        except (*ERRORS, *UNREADABLE):
             return None
 
     def _structure(self, trace: Trace, truth: Trace, setting: Setting, expected: Collection[str]) -> list[Finding]:
@@ -238,11 +240,15 @@ class Judging:
 
     def _judge(self, comparison: Comparison) -> Judged:
         keys, reason = comparison.traces(), None
+        judged_as = partial(Judged, self.case.layer, comparison)
         try:
-            own, *others = (self._fetch(key) for key in keys)
-        except (LookupError, OSError, SafetensorError, ValueError):  # it wrote, or left, no file of tensors
-            unreadable = [Finding("output", "missing", math.inf, 0.0)]
-            return Judged(self.case.layer, comparison, unreadable, math.inf, math.inf)
+            own = self._fetch(keys[0])
+        except UNREADABLE:
+            return judged_as([Finding("output", "unreadable", math.inf, 0)], math.inf, math.inf)
+        try:
+            others = [self._fetch(key) for key in keys[1:]]
+        except UNREADABLE:
+            return judged_as([], math.inf, math.inf, "a trace that it is held against cannot be read")
         other = others[0] if others else own
         truth = others[-1] if others else own
         if large := local.beyond(truth, comparison.setting.dtype):
@@ -261,7 +267,7 @@ class Judging:
                 error = np.abs(difference("output", own["output"], other["output"]))
         for key in keys:
             self._release(key)
-        return Judged(self.case.layer, comparison, findings, float(np.max(error)), float(np.mean(error)), reason)
+        return judged_as(findings, float(np.max(error)), float(np.mean(error)), reason)
 
     def _findings(
         self, comparison: Comparison, trace: Trace, other: Trace, truth: Trace, expected: Collection[str]
@@ -454,8 +460,13 @@ def explanation(result: Judged, finding: Finding, known: bool = True) -> str:
     at = (
         f"({result.comparison.gate}, layer {result.layer}, {setting.input} input, {setting.rope} RoPE, {setting.dtype})"
     )
-    if finding.measure in ("missing", "unknown", "shape", "dtype", "not finite"):
-        fault = {"missing": "was not returned", "unknown": "is no stage of the layer", "shape": "has another shape"}
+    if finding.measure in ("missing", "unreadable", "unknown", "shape", "dtype", "not finite"):
+        fault = {
+            "unreadable": "lies in a file that cannot be read",
+            "missing": "was not returned",
+            "unknown": "is no stage of the layer",
+            "shape": "has another shape",
+        }
         fault["dtype"] = f"is not {setting.dtype}"
         return f"It {fault.get(finding.measure, 'holds NaN or infinity')} {at}."
     if finding.measure == "written":

@@ -25,7 +25,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 import psutil
@@ -99,12 +99,13 @@ def probe_cases(config: AttentionConfig, folder: Path) -> tuple[dict[str, probes
         except ValueError as error:
             reasons[name] = str(error)
             continue
-        write_tensors(_probe_file(folder, name), {**made.weights, **made.inputs, "d_output": made.d_output}, {})
+        write_tensors(probe_file(folder, name), {**made.weights, **made.inputs, "d_output": made.d_output}, {})
         answers[name] = made._replace(weights={}, inputs={})
     return answers, reasons
 
 
-def _probe_file(folder: Path, name: str) -> Path:
+def probe_file(folder: Path, name: str) -> Path:
+    """Where `probe_cases` puts what implementations are given of a probe."""
     return folder / f"{name.replace(' ', '-')}.safetensors"
 
 
@@ -112,7 +113,7 @@ def given(case: Case, setting: Setting, folder: Path) -> tuple[Trace, Trace, Arr
     """What an implementation is given: weights, inputs and d_output of the case, or of a probe in `folder`."""
     if setting not in PROBES:
         return case.arrays(*setting)
-    arrays = load_file(_probe_file(folder, setting.input))
+    arrays = load_file(probe_file(folder, setting.input))
     d_output = arrays.pop("d_output")
     return {name: arrays.pop(name) for name in WEIGHTS}, arrays, d_output
 
@@ -275,7 +276,7 @@ class Worker:
 
     def __init__(self, names: Sequence[str], device: str, events: "queue.SimpleQueue[tuple[Worker, dict[str, Any]]]"):
         self.names, self.events = tuple(names), events
-        self.log = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the worker)
+        self.log = unnamed_file()
         root = Path(__file__).resolve().parent.parent
         self.process = subprocess.Popen(
             [sys.executable, "-m", "harness.runners", device, *names],
@@ -329,6 +330,11 @@ class Worker:
         last = (self.log.read().decode(errors="replace").strip().splitlines() or [""])[-1]
         how = f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with status {code}"
         self.events.put((self, {"event": "exit", "error": f"its process {how}{': ' * bool(last)}{last}"}))
+
+
+def unnamed_file() -> BinaryIO:
+    """A file to be written and read again, gone when it is closed or its process ends."""
+    return cast(BinaryIO, tempfile.TemporaryFile())
 
 
 def environment(root: Path, device: str) -> dict[str, str]:
@@ -492,7 +498,7 @@ def _lines(file: BinaryIO) -> list[str]:
 
 def _speaker() -> tuple[Callable[..., None], BinaryIO]:
     """Events go to what was standard output; whatever else is printed there, to a file."""
-    events, printed = os.fdopen(os.dup(1), "w"), tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the process)
+    events, printed = os.fdopen(os.dup(1), "w"), unnamed_file()
     os.dup2(printed.fileno(), 1)
 
     def say(event: str, **fields: Any) -> None:

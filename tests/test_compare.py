@@ -337,9 +337,10 @@ def untouched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
         (["--device", "gpu", "--impl", "torch"], "sees no GPU"),
     ],
 )
-def test_bad_input_is_one_line(untouched: Path, capsys: pytest.CaptureFixture[str], arguments, words) -> None:
-    if "gpu" in arguments and compare.environment.nvidia()[0]:
-        pytest.skip("there is a GPU")
+def test_bad_input_is_one_line(
+    untouched: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments, words
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # where there is a GPU, it is not seen
     assert compare.main(arguments) == 2
     out, err = capsys.readouterr()
     assert err.startswith("error: ") and err.count("\n") == 1 and words in err

@@ -25,6 +25,7 @@ from harness import artifact, scaling
 from harness.gates import EQUATION, direction
 from harness.report.figures import FORMATS
 from harness.report.html import render_html, write_html
+from harness.runners import Setting, trace_file
 from impls import numpy_attention
 from impls.spec import AttentionConfig
 
@@ -92,8 +93,7 @@ def traces(folder: Path, names: tuple[str, ...] = ("numpy", "jax"), T: int = 5, 
     save_file(truth, folder / "hf-eager.layer0.chapter.model.float64.safetensors")
     rounded = {name: np.ascontiguousarray(value.astype(dtype)) for name, value in truth.items()}
     for name in names:
-        stem = f"{re.sub(r'[^a-z0-9.]', '-', name)}.layer0.chapter.model.{np.dtype(dtype).name}"
-        save_file(rounded, folder / f"{stem}.safetensors")
+        save_file(rounded, folder / trace_file(name, 0, Setting("chapter", "model", np.dtype(dtype).name)))
     return folder
 
 

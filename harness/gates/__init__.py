@@ -1,7 +1,9 @@
 """The gates: each judges a trace against the truth and returns findings. NumPy only; nothing here runs a framework.
 
     structure   float64, end to end: is it the same mathematics?
-    tolerance   float32, end to end: is the difference what rounding makes it, and no more?
+    local       stage by stage, from its own inputs: which stage does not compute its equation?
+    tolerance   in the run's dtype, end to end: is the difference what rounding makes it, and no more?
+    probes      inputs on which a correct layer does not round
 
 A trace is a flat dict of arrays: stages by the names of `impls.spec.STAGES`, gradients by those of `GRADIENTS`.
 """

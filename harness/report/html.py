@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from harness import scaling
 from harness.gates import EQUATION, NAMES, ROUNDING, Finding, compared, difference, letters
 from harness.report import console, figures
+from harness.runners import Setting, trace_file
 from impls import numpy_attention
 from impls.spec import GRADIENTS
 
@@ -314,16 +315,13 @@ class Folder:
 
     def __init__(self, path: Path | None):
         self.missing: list[str] = []
-        self.files = {self.plain(file.stem): file for file in sorted(path.glob("*.safetensors"))} if path else {}
-
-    @staticmethod
-    def plain(stem: str) -> str:
-        """A file's name without what no file system takes."""
-        return re.sub(r"\W+", "-", stem)
+        self.path = path
 
     def read(self, name: str, stage: str, dtype: str, layer: int, input: str, rope: str) -> np.ndarray | None:
         """One stage of one trace, or None where it was not kept."""
-        file = self.files.get(self.plain(f"{name}.layer{layer}.{input}.{rope}.{dtype}"), "")
+        if self.path is None:
+            return None
+        file = self.path / trace_file(name, layer, Setting(input, rope, dtype))
         try:
             with safe_open(file, framework="numpy") as trace:
                 return trace.get_tensor(stage)
