@@ -187,7 +187,8 @@ def run_numpy(
         trace[name] = observe(name, value) if short is None else observe(name, value).astype(short)
         return trace[name] if short is None else trace[name].astype(np.float32)
 
-    with np.errstate(over="ignore" if short else "warn", invalid="ignore" if short else "warn"):  # beyond float16
+    beyond = {"over": "ignore", "invalid": "ignore"} if short else {}  # float16's largest number
+    with np.errstate(**beyond):
         _, cache = page.forward(weights, inputs, config, record)
         page.backward(d_output.astype(np.float32) if short else d_output, cache, record)
     return trace
