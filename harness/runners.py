@@ -187,8 +187,8 @@ def run_numpy(
         trace[name] = observe(name, value) if short is None else observe(name, value).astype(short)
         return trace[name] if short is None else trace[name].astype(np.float32)
 
-    beyond = {"over": "ignore", "invalid": "ignore"} if short else {}  # float16's largest number
-    with np.errstate(**beyond):
+    beyond_float16 = np.errstate(over="ignore", invalid="ignore")
+    with beyond_float16 if short else contextlib.nullcontext():
         _, cache = page.forward(weights, inputs, config, record)
         page.backward(d_output.astype(np.float32) if short else d_output, cache, record)
     return trace
