@@ -85,6 +85,16 @@ def test_stage_that_kept_three_bits_less_fails(stage):
     assert stage in failed(certify({**trace, stage: coarse}, case, "float16"))
 
 
+def test_one_factor_may_be_rounded_the_other_way():
+    """As XLA does where it computes a factor once more for this product than for what is shown."""
+    case = rounded(CONFIGS[0], 2, 7, "float16")
+    trace = load("numpy").run(*case)
+    for ulps, stages in ((1, set()), (64, {"d_k_proj.weight"})):
+        d, x = (value.astype(np.float32).reshape(14, -1) for value in (trace["d_k_proj"], case.inputs["hidden_states"]))
+        d[3] *= 1 + ulps * 2.0**-10
+        assert failed(certify({**trace, "d_k_proj.weight": (d.T @ x).astype(np.float16)}, case, "float16")) == stages
+
+
 def test_sum_taken_in_bfloat16_fails():
     """Rounding after each of 56 additions, instead of once."""
     case = rounded(CONFIGS[1], 2, 7, "bfloat16")

@@ -356,8 +356,10 @@ class Stages:
         return self._tokens(Local(value, bound, scale, n, stored, 5))
 
     def d_weight(self, left: str, right: str, rows: slice = slice(None)) -> Local:
-        d, x = self.rows(left).T[rows], self.rows(right)
-        return self.product(d, x, self.B * self.T)
+        local = self.product(self.rows(left).T[rows], self.rows(right), self.B * self.T)
+        # XLA may compute a factor once more for this product, and round an entry of it the other way than the one that
+        # is shown: one term is then off by 2 u_o. Seen without this: 1.1 of the bound, in 12 of 12,288 elements
+        return local._replace(stored=np.abs(local.value) + 2 * local.scale)
 
     def d_norm_weight(self, path: str) -> Local:
         x_hat, _, d = self._normalised(path)

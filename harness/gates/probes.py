@@ -41,7 +41,7 @@ class Probe(NamedTuple):
     """What an implementation is given, float32, and what it must return, exactly, by the names of a trace.
 
     `allowance`: by how much an entry may differ, in units of its largest magnitude; 0 where it is not named.
-    `recomputed`: the same for a kernel that does not keep its probabilities, and computes them anew going backward.
+    `fused`: the same for a kernel that keeps no probabilities, divides by their sum at the end and computes them anew.
     `target` [B,N,T]: the key that each query attends to.
     """
 
@@ -51,7 +51,7 @@ class Probe(NamedTuple):
     d_output: Array
     expected: dict[str, Array]
     allowance: dict[str, float]
-    recomputed: dict[str, float]
+    fused: dict[str, float]
     target: Array
 
 
@@ -61,7 +61,7 @@ def judge(trace: Trace, probe: Probe, expected: Collection[str]) -> list[Finding
     Args: a trace of any dtype; the names that are `expected` in it.
     """
     names, findings = usable(trace, probe.expected, expected)
-    allowance = probe.allowance | ({} if "probs" in trace else probe.recomputed)
+    allowance = probe.allowance | ({} if "probs" in trace else probe.fused)
     for name in names:
         value, truth, worst, where = trace[name], probe.expected[name], 0.0, None
         if not np.array_equal(compared(name, value), compared(name, truth)):
@@ -317,11 +317,11 @@ def _layer(name: str, config: AttentionConfig, plan: _Attention, random: Random)
         power_of_two = (np.frexp(one)[0] == 0.5).all() and config.rms_norm_eps < U * one.min() ** 2
         if not power_of_two or (expected[path] != np.sign(norm) * one).any():
             raise ValueError(f"probe {name!r}: {path} is not as planned, so that its RMSNorm would round")
-    recomputed = _recomputed(expected, values.v, tokens.x, config)
+    fused = _fused(expected, weights, tokens.x, d_output, plan.turns, config)
     for entry in (entry for entry in expected if entry.endswith("proj.weight")):  # millions, of no more than 24 bits
         if np.array_equal(single := expected[entry].astype(np.float32), expected[entry]):
             expected[entry] = single
-    return Probe(name, weights, inputs, d_output, expected, _allowance(config), recomputed, plan.target)
+    return Probe(name, weights, inputs, d_output, expected, _allowance(config), fused, plan.target)
 
 
 def _answer(
@@ -389,15 +389,46 @@ def _allowance(config: AttentionConfig) -> dict[str, float]:
     return allowed
 
 
-def _recomputed(expected: dict[str, Array], w_v: Array, x: Array, config: AttentionConfig) -> dict[str, float]:
-    """A fused kernel's backward makes p = e^(s − log Σ e^s) anew, where s, large, may be rounded a few times."""
-    if _exact_scale(config.head_dim):
-        return {}
-    probs, K = expected["probs"], config.num_key_value_heads
-    error = math.expm1(4 * U * np.abs(expected["scores"][probs == 1]).max())
-    d_v = (_asked(probs, K) @ _by_key(np.abs(expected["d_heads"]), K)).swapaxes(1, 2).reshape(len(x), -1)
-    worst = {"d_v_proj": d_v, "d_hidden_states": d_v @ np.abs(w_v), "d_v_proj.weight": d_v.T @ np.abs(x)}
-    return {name: error * float(value.max() / _size(expected[name])) for name, value in worst.items()}
+def _fused(
+    expected: dict[str, Array], weights: dict[str, Array], x: Array, d_y: Array, turns: Array, config: AttentionConfig
+) -> dict[str, float]:
+    """How far a kernel that keeps no probabilities may be off, in units of an entry's largest magnitude.
+
+    It divides by Σ e^s at the end, where one that takes e^0 for 1 − 2^(−24), as XLA does, rounds: the heads, and once
+    more for each tile of keys. Its δ = Σ dO ⊙ O is then not quite dO · v, and what should be 0 is small times keys and
+    queries. Going backward it makes p = e^(s − log Σ e^s) anew, where s, large, may be rounded a few times.
+    """
+    _, T, N, H = expected["heads"].shape
+    K, U_H = config.num_key_value_heads, U * (2 * T + 2 * H + 8)
+    p, a = expected["probs"], {name: np.abs(value) for name, value in (expected | weights).items()}
+    x, d_y = np.abs(x), np.abs(d_y).reshape(len(x), -1)
+    late, terms = U * (2 * T + 4), int((weights["o_proj.weight"] != 0).sum(axis=1).max())
+    again = 4 * U if _exact_scale(H) else math.expm1(4 * U * a["scores"][p == 1].max())
+
+    delta = p * (U_H * (a["d_heads"] * a["heads"]).sum(axis=-1)).swapaxes(1, 2)[..., None] * 1.01 / math.sqrt(H)
+    k_BNSH = np.repeat(a["k_rope"], N // K, axis=2).swapaxes(1, 2)
+    d_rope = {
+        "q": (delta @ k_BNSH).swapaxes(1, 2),
+        "k": (_asked(delta, K) @ _by_key(a["q_rope"], K)).swapaxes(1, 2),
+    }
+    heads = a["heads"].reshape(len(x), -1)
+    d_v = (_asked(p, K) @ _by_key(a["d_heads"], K)).swapaxes(1, 2).reshape(len(x), -1) * (again + len(x) * U)
+    worst = {
+        "heads": late * a["heads"],
+        "output": (late + terms * U) * (heads @ a["o_proj.weight"].T).reshape(expected["output"].shape),
+        "d_o_proj.weight": (late + len(x) * U) * (d_y.T @ heads),
+        "d_v_proj": d_v,
+        "d_v_proj.weight": d_v.T @ x,
+        "d_hidden_states": d_v @ a["v_proj.weight"],
+    }
+    for path, d in d_rope.items():
+        d_norm = np.abs(_rotate(d, -turns % 4))
+        g = a[f"{path}_norm.weight"] * d_norm
+        d_proj = ((g + g.mean(axis=-1, keepdims=True)) / a[f"{path}_proj"]).reshape(len(x), -1)
+        worst |= {f"d_{path}_rope": d, f"d_{path}_norm": d_norm, f"d_{path}_proj": d_proj}
+        worst |= {f"d_{path}_norm.weight": d_norm.sum(axis=(0, 1, 2)), f"d_{path}_proj.weight": d_proj.T @ x}
+        worst["d_hidden_states"] = worst["d_hidden_states"] + d_proj @ a[f"{path}_proj.weight"]
+    return {name: float(value.max() / _size(expected[name])) for name, value in worst.items()}
 
 
 def _exact_scale(H: int) -> bool:
