@@ -299,7 +299,7 @@ def config_of(given):
 @pytest.mark.parametrize("shape", ["Qwen3-0.6B", "small", "a mean over 96"])
 @every_probe
 def test_a_kernel_may_divide_by_the_sum_at_the_end(name, shape, tile, monkeypatch):
-    """Seen in JAX: heads 7.9e-8 off, and gradients of 1e-3 to 0.5 where 0 is due; with `probs` it would have to be 0."""
+    """Seen in JAX: heads 7.9e-8 off, and gradients of 1e-3 to 0.5 where 0 is due; with `probs`, 0 is due."""
     given = probe(name, *SHAPES[shape])
     trace = late(given, tile, monkeypatch)
     assert not failed(trace, given, ["output"])
