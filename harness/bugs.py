@@ -75,7 +75,8 @@ _KV_SWAPPED = """
     v_BSKH = observe("v_proj", project(x_BTD, weights["k_proj.weight"], K))
 """
 _MASK_LINES = """
-    m_BNTS = observe("masked_scores", s_BNTS + causal_mask(s_BNTS))  # 3.10
+    mask_TS = inputs.get("attention_mask", causal_mask(s_BNTS))
+    m_BNTS = observe("masked_scores", s_BNTS + mask_TS)  # 3.10
     a_BNTS = observe("probs", softmax(m_BNTS))  # 3.6
 """
 _MASK_AFTER_SOFTMAX = """
@@ -156,7 +157,7 @@ BUGS: tuple[Bug, ...] = (
     Bug("scale_left_out", "scale", "scores not divided by √d_k (eq. 3.5)", "scores", "(q_BNTH @ k_BNHS) * q_BTNH.shape[-1] ** -0.5", "q_BNTH @ k_BNHS"),
     Bug("scale_d", "scale", "scores divided by d_k instead of √d_k (eq. 3.5)", "scores", "(q_BNTH @ k_BNHS) * q_BTNH.shape[-1] ** -0.5", "(q_BNTH @ k_BNHS) / q_BTNH.shape[-1]"),
     Bug("scale_three_digits", "scale", "1/√d_k rounded to three digits (eq. 3.5)", "scores", "(q_BNTH @ k_BNHS) * q_BTNH.shape[-1] ** -0.5", '(q_BNTH @ k_BNHS) * float(f"{q_BTNH.shape[-1] ** -0.5:.3g}")'),
-    Bug("scale_twice", "scale", "scores divided by √d_k twice (eq. 3.10)", "masked_scores", 'observe("masked_scores", s_BNTS + causal_mask(s_BNTS))', 'observe("masked_scores", s_BNTS * qr_BTNH.shape[-1] ** -0.5 + causal_mask(s_BNTS))'),
+    Bug("scale_twice", "scale", "scores divided by √d_k twice (eq. 3.10)", "masked_scores", 'observe("masked_scores", s_BNTS + mask_TS)', 'observe("masked_scores", s_BNTS * qr_BTNH.shape[-1] ** -0.5 + mask_TS)'),
     Bug("scale_on_one_side", "scale", "only one of Q and K divided by d_k^(1/4) (eq. 3.5)", "scores", "(q_BNTH @ k_BNHS) * q_BTNH.shape[-1] ** -0.5", "(q_BNTH @ k_BNHS) * q_BTNH.shape[-1] ** -0.25"),
     Bug("scale_sqrt_64", "scale", "d_k taken as half of what it is, as where hidden size / heads is 64 and not 128 (eq. 3.5)", "scores", "(q_BNTH @ k_BNHS) * q_BTNH.shape[-1] ** -0.5", "(q_BNTH @ k_BNHS) * (q_BTNH.shape[-1] / 2) ** -0.5"),
 
@@ -168,9 +169,9 @@ BUGS: tuple[Bug, ...] = (
     Bug("mask_transposed", "mask", "the mask transposed: the future seen and the past hidden (eq. 3.10)", "masked_scores", _MASK, "np.where(np.tri(T, S, dtype=bool).T, 0, -np.inf)"),
     Bug("mask_of_ones_added", "mask", "a mask of ones and zeros added to the scores (eq. 3.10)", "masked_scores", _MASK, "np.tri(T, S)"),
     Bug("mask_zero_times_infinity", "mask", "a mask of 0 · ∞ = NaN (eq. 3.10)", "masked_scores", _MASK, "((1 - np.tri(T, S)) * -np.inf)"),
-    Bug("mask_scores_set_to_zero", "mask", "masked scores set to 0 instead of −∞ (eq. 3.10)", "masked_scores", "s_BNTS + causal_mask(s_BNTS)", "np.tril(s_BNTS)"),
+    Bug("mask_scores_set_to_zero", "mask", "masked scores set to 0 instead of −∞ (eq. 3.10)", "masked_scores", "s_BNTS + mask_TS", "np.tril(s_BNTS)"),
     Bug("mask_after_softmax", "mask", "the mask applied after the softmax (eq. 3.6)", "masked_scores", _MASK_LINES, _MASK_AFTER_SOFTMAX),
-    Bug("mask_one_head_unmasked", "mask", "one head left unmasked (eq. 3.10)", "masked_scores", "s_BNTS + causal_mask(s_BNTS)", "np.concatenate([(s_BNTS + causal_mask(s_BNTS))[:, :-1], s_BNTS[:, -1:]], axis=1)"),
+    Bug("mask_one_head_unmasked", "mask", "one head left unmasked (eq. 3.10)", "masked_scores", "s_BNTS + mask_TS", "np.concatenate([(s_BNTS + mask_TS)[:, :-1], s_BNTS[:, -1:]], axis=1)"),
     Bug("mask_sliding_window", "mask", "a sliding window of half the sequence (eq. 3.10)", "masked_scores", _MASK, "np.where(np.tri(T, S, dtype=bool) & ~np.tri(T, S, -((T + 1) // 2), dtype=bool), 0, -np.inf)"),
     Bug("mask_minus_30", "mask", "a mask of −30 (eq. 3.10)", "masked_scores", "0, -np.inf)", "0, -30.0)"),
     Bug("mask_too_weak", "mask", "a mask of −10 (eq. 3.10)", "masked_scores", "0, -np.inf)", "0, -10.0)"),

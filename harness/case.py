@@ -3,7 +3,8 @@
 It lives in files, each with one writer, so that any step can be repeated alone:
 
     <name>.safetensors            the six weights of `impls.spec.WEIGHTS`; metadata `config` and `source` (JSON)
-    <name>.<input>.safetensors    hidden_states [B,T,D], cos and sin [B,T,H], d_output [B,T,D]; metadata `source` (JSON)
+    <name>.<input>.safetensors    hidden_states [B,T,D], cos and sin [B,T,H], d_output [B,T,D]; of a padded batch also
+                                  attention_mask [B,T], 1 for a token and 0 for padding; metadata `source` (JSON)
 
 The same seed gives the same bytes on every platform: integer arithmetic, IEEE's basic operations and Python's
 `decimal` make the numbers, not a math library, whose last bit varies. (The exception, cos and sin, are float64 rounded
@@ -14,7 +15,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from decimal import Decimal
@@ -100,7 +101,8 @@ class Case:
         """What an implementation is given: weights, inputs (hidden_states, cos, sin) and d_output of this input.
 
         Contiguous, converted once to `dtype`, one of FLOATS; what is already so is not copied. A float64 run that is
-        the truth of a shorter one starts from the same values: see `rounded`.
+        the truth of a shorter one starts from the same values: see `rounded`. Where the batch is padded, the inputs
+        have attention_mask, too: see `additive_mask`.
         `rope` is "model" (the tables) or "neutral" (cos = 1, sin = 0: the rotation that turns nothing).
         """
         if rope not in ("model", "neutral"):
@@ -108,8 +110,15 @@ class Case:
         given = {key: np.ascontiguousarray(value, dtype) for key, value in self.inputs[input].items()}
         if rope == "neutral":
             given |= {"cos": np.ones_like(given["cos"]), "sin": np.zeros_like(given["sin"])}
+        if "attention_mask" in given:
+            given["attention_mask"] = additive_mask(given["attention_mask"])
         d_output = given.pop("d_output")
         return {key: np.ascontiguousarray(value, dtype) for key, value in self.weights.items()}, given, d_output
+
+    def seen(self, input: str) -> Array | None:
+        """Which keys each query of this input may see, [B,1,T,S], where its batch is padded; else None."""
+        mask = self.inputs.get(input, {}).get("attention_mask")
+        return None if mask is None else additive_mask(mask) == 0
 
 
 # ------------------------------------------------------------------------------------------------------ seeded numbers
@@ -187,14 +196,35 @@ def rope_tables(head_dim: int, theta: float, batch: int, seq_len: int) -> tuple[
     return cos, sin
 
 
-def make_inputs(config: AttentionConfig, theta: float, batch: int, seq_len: int, seed: int) -> dict[str, Arrays]:
+def additive_mask(attention_mask: Array) -> Array:
+    """3.10 for a padded batch: of [B,T] ones and zeros, [B,1,T,S] to be added to the scores, in the same dtype.
+
+    As in Hugging Face: 0 where key s is a token and no later than query t, else the dtype's most negative number
+    (of float64, float32's: what computes in float32 inside can hold it).
+    """
+    T = attention_mask.shape[1]
+    seen = np.tri(T, dtype=bool) & (attention_mask[:, None, :] > 0)
+    lowest = max(float(ml_dtypes.finfo(attention_mask.dtype).min), float(np.finfo(np.float32).min))
+    return np.where(seen, 0, lowest).astype(attention_mask.dtype)[:, None]
+
+
+def make_inputs(
+    config: AttentionConfig, theta: float, batch: int, seq_len: int, seed: int, left_pad: Sequence[int] = ()
+) -> dict[str, Arrays]:
     """The inputs `chapter` and `stress`: hidden_states [B,T,D], cos and sin [B,T,H], d_output [B,T,D], float32.
 
     `chapter` is plain normal. `stress` is normal times a magnitude for each token, from 10^(−4) to 10^2 in equal
     ratios within a row, in random order (a row of one token has 10^(−4)). d_output is random, never ones: the
     rows of a softmax's Jacobian sum to zero, so that a backward that returns nothing would pass.
+
+    With `left_pad`, so many tokens at the start of each of the B sequences are padding: attention_mask [B,T] is 0
+    there, positions are counted from the first token, and no gradient comes from padding's output.
     """
     cos, sin = rope_tables(config.head_dim, theta, batch, seq_len)
+    padding = np.array(left_pad or [0] * batch)[:, None]
+    position = np.arange(seq_len) - padding
+    rows = np.arange(batch)[:, None], np.maximum(position, 0)
+    cos, sin = cos[rows], sin[rows]
     inputs = {}
     for name in INPUTS:
         hidden_states, d_output = (
@@ -205,6 +235,9 @@ def make_inputs(config: AttentionConfig, theta: float, batch: int, seq_len: int,
             magnitudes = exp(np.linspace(-4, 2, seq_len) * float(Decimal(10).ln())).astype(np.float32)
             hidden_states *= magnitudes[order(seed, "stress order", batch, seq_len)][:, :, None]
         inputs[name] = {"hidden_states": hidden_states, "cos": cos, "sin": sin, "d_output": d_output}
+        if padding.any():
+            mask = (position >= 0).astype(np.float32)
+            inputs[name] |= {"attention_mask": mask, "d_output": d_output * mask[:, :, None]}
     return inputs
 
 
@@ -227,7 +260,12 @@ def write_weights(
 
 
 def write_inputs(
-    directory: Path, case: Case, batch: int = BATCH, seq_len: int = SEQ_LEN, seed: int | None = None
+    directory: Path,
+    case: Case,
+    batch: int = BATCH,
+    seq_len: int = SEQ_LEN,
+    seed: int | None = None,
+    left_pad: Sequence[int] = (),
 ) -> Case:
     """Makes the inputs of `case`, writes them into `directory`, and returns the case with them, as read back.
 
@@ -236,11 +274,14 @@ def write_inputs(
     """
     usual = case.source.get("seed", 0)
     seed = usual if seed is None else seed
-    label = f".b{batch}t{seq_len}" if (batch, seq_len, seed) != (BATCH, SEQ_LEN, usual) else ""
+    left_pad = left_pad if any(left_pad) else ()
+    label = f".b{batch}t{seq_len}" if (batch, seq_len, seed) != (BATCH, SEQ_LEN, usual) or left_pad else ""
+    label += f"p{'-'.join(map(str, left_pad))}" if left_pad else ""
     label += f"s{seed}" if seed != usual else ""
     made = {"seed": seed, "batch": batch, "seq_len": seq_len, "theta": case.theta}
+    made |= {"left_pad": list(left_pad)} if left_pad else {}
     paths = {}
-    for name, arrays in make_inputs(case.config, case.theta, batch, seq_len, seed).items():
+    for name, arrays in make_inputs(case.config, case.theta, batch, seq_len, seed, left_pad).items():
         paths[name] = directory / f"{case.name}{label}.{name}.safetensors"
         write_tensors(paths[name], arrays, {"source": {"kind": name, **made}})
     return read_inputs(case, paths)
@@ -285,12 +326,13 @@ def seeded_case(
     seq_len: int = SEQ_LEN,
     config: AttentionConfig = QWEN3_0_6B,
     theta: float = THETA,
+    left_pad: Sequence[int] = (),
 ) -> Case:
     """The case `seeded-<seed>`, written to `directory` and read from it; give another geometry its own directory."""
     model = "Qwen3-0.6B" if (config, theta) == (QWEN3_0_6B, THETA) else None
     source = {"kind": "seeded", "model": model, "revision": None, "layer": 0, "dtype": "bfloat16", "seed": seed}
     path = write_weights(directory, f"seeded-{seed}", seeded_weights(config, seed), config, theta, source)
-    return write_inputs(directory, read_case(path, {}), batch, seq_len)
+    return write_inputs(directory, read_case(path, {}), batch, seq_len, left_pad=left_pad)
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
@@ -339,7 +381,7 @@ def read_inputs(case: Case, paths: Mapping[str, Path]) -> Case:
     """The case with the inputs in these files, checked to fit it. Raises BadInput."""
     inputs, made = {}, {}
     for name, path in paths.items():
-        arrays, metadata = read_tensors(path, ("hidden_states", "cos", "sin", "d_output"))
+        arrays, metadata = read_tensors(path, ("hidden_states", "cos", "sin", "d_output"), optional=["attention_mask"])
         made[name] = read_json(metadata.get("source"), f"{path}: metadata 'source'")
         if not is_whole(made[name].get("seed", 0), 0):
             raise BadInput(f"{path}: made from the seed {made[name]['seed']!r}, which is none; export it again")
@@ -351,10 +393,26 @@ def read_inputs(case: Case, paths: Mapping[str, Path]) -> Case:
         if B < 1 or T < 1:
             raise BadInput(f"{path}: hidden_states has shape {list(arrays['hidden_states'].shape)}; expected [B, T, D]")
         D, H = case.config.hidden_size, case.config.head_dim
-        shapes = {"hidden_states": (B, T, D), "cos": (B, T, H), "sin": (B, T, H), "d_output": (B, T, D)}
-        inputs[name] = {key: check_tensor(arrays[key], key, shape, str(path)) for key, shape in shapes.items()}
+        sizes = {"hidden_states": (B, T, D), "cos": (B, T, H), "sin": (B, T, H), "d_output": (B, T, D)}
+        inputs[name] = {
+            key: check_tensor(array, key, sizes.get(key, (B, T)), str(path)) for key, array in arrays.items()
+        }
+        check_padding(inputs[name], str(path))
     digests = {name: sha256(path) for name, path in paths.items()}
     return replace(case, inputs=inputs, made=made, sha256=case.sha256 | digests, paths={**case.paths, **paths})
+
+
+def check_padding(inputs: Arrays, where: str) -> None:
+    """Raises BadInput where a mask is not of zeros and ones, or a gradient comes from a query that sees no token."""
+    if "attention_mask" not in inputs:
+        return
+    mask = inputs["attention_mask"]
+    if not np.isin(mask, (0, 1)).all() or not mask.any(axis=1).all():
+        raise BadInput(
+            f"{where}: attention_mask must be 1 for a token and 0 for padding, with a token in each sequence"
+        )
+    if inputs["d_output"][np.cumsum(mask, axis=1) == 0].any():
+        raise BadInput(f"{where}: d_output is not 0 at padding that sees no token; its output means nothing")
 
 
 @contextmanager
@@ -373,17 +431,21 @@ def open_tensors(path: Path) -> Iterator[Any]:
         raise BadInput(f"{path}: not a readable safetensors file ({error})") from error
 
 
-def read_tensors(path: Path, names: Iterable[str]) -> tuple[Arrays, dict[str, str]]:
-    """Exactly these tensors, as on disk, and the metadata. Raises BadInput, before reading any tensor."""
+def read_tensors(path: Path, names: Iterable[str], optional: Collection[str] = ()) -> tuple[Arrays, dict[str, str]]:
+    """Exactly these tensors, as on disk, and the metadata. Raises BadInput, before reading any tensor.
+
+    The `optional` ones are read where the file has them.
+    """
     with open_tensors(path) as file:
         found, expected = set(file.keys()), set(names)
-        for what, wrong in (("lacks", expected - found), ("also holds", found - expected)):
+        for what, wrong in (("lacks", expected - found), ("also holds", found - expected - set(optional))):
             if wrong:
                 some, all_ = ", ".join(sorted(wrong)[:6]), ", ".join(sorted(expected))
                 raise BadInput(
                     f"{path}: {what} {some}; expected exactly {all_} (a checkpoint is given by its directory)"
                 )
-        return {name: file.get_tensor(name) for name in expected}, file.metadata() or {}
+        wanted = [name for name in (*names, *optional) if name in found]
+        return {name: file.get_tensor(name) for name in wanted}, file.metadata() or {}
 
 
 def check_weights(tensors: Mapping[str, Array], config: AttentionConfig, where: str) -> Arrays:

@@ -1,6 +1,6 @@
 """The artifact of a run, assembled from what was judged, layer by layer."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -46,6 +46,12 @@ def conclude(judge: Judging, names: Sequence[str], named: Collection[str] = ()) 
     )
 
 
+def padding_of(made: Mapping[str, Any]) -> tuple[int, int]:
+    """How many of an input's queries are padding at the left, and of how many; 0 and 0 where none is."""
+    padding = made.get("left_pad", [])
+    return sum(padding), len(padding) * made["seq_len"] if padding else 0
+
+
 def assemble(layers: Sequence[Layer], names: Sequence[str], ran: Ran, command: str) -> dict[str, Any]:
     """The artifact of a run, from the judged comparisons of each layer."""
     case = layers[0].case
@@ -77,6 +83,9 @@ def assemble(layers: Sequence[Layer], names: Sequence[str], ran: Ran, command: s
         if blank:
             what = f"the text on layer {', '.join(blank)}"
             entry["not_checked"].append(f"{what}: what that sees depends on the layers below; it had the plain inputs")
+        for count, queries in {padding_of(made) for layer in layers for made in layer.case.made.values()} - {(0, 0)}:
+            what = "masked_scores, probs, heads and output of padding, which sees no token"
+            entry["not_checked"].append(f"{what} ({count} of the {queries} queries): taken as 0")
         frameworks[name] = entry
     checks = [row._asdict() for each in everything for row in judging.rows(each)]
     checks.sort(

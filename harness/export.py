@@ -63,13 +63,18 @@ def open_case(
     directory: Path = Path("weights"),
     model: "Checkpoint | None" = None,
     text: str | None = None,
+    left_pad: Sequence[int] = (),
 ) -> Case:
     """The case that the command line chooses, with its inputs, written to `directory` where it is made anew.
 
     `weights` is a checkpoint directory, an exported file, or None for the seeded case. An exported file comes with
     the inputs beside it, unless batch, seq_len or seed asks for others. None elsewhere means layer 0 (or the file's),
-    batch 1, 12 positions, and the seed of the case, else 0. Raises BadInput.
+    batch 1, 12 positions, and the seed of the case, else 0. `left_pad`, one number for each sequence, sets the batch.
+    Raises BadInput.
     """
+    if left_pad and batch not in (None, len(left_pad)):
+        raise BadInput(f"--left-pad has {len(left_pad)} numbers and --batch is {batch}; give one for each sequence")
+    batch = len(left_pad) or batch
     for flag, value, least in (("--batch", batch, 1), ("--seq-len", seq_len, 1), ("--seed", seed, 0)):
         if value is not None and value < least:
             raise BadInput(f"{flag} is {value}; it must be at least {least}")
@@ -77,9 +82,13 @@ def open_case(
     if B * T > MOST_TOKENS:
         raise BadInput(f"--batch {B} and --seq-len {T} make {B * T} tokens; an input holds at most {MOST_TOKENS}")
 
+    if any(not 0 <= padding < T for padding in left_pad):
+        raise BadInput(f"--left-pad is {' '.join(map(str, left_pad))}; of {T} tokens 0 to {T - 1} can be padding")
+
     model = model or checkpoint_in(weights)
     if model is not None:
-        case = write_inputs(directory, read_case(export_layer(model, layer or 0, directory), {}), B, T, seed)
+        case = read_case(export_layer(model, layer or 0, directory), {})
+        case = write_inputs(directory, case, B, T, seed, left_pad)
         return case if text is None or layer else write_text(directory, case, text, model)
     if text is not None:
         raise BadInput("--text needs a model's tokenizer; give --model, or a checkpoint directory by --weights")
@@ -88,7 +97,7 @@ def open_case(
             raise BadInput(
                 f"--layer {layer}: the seeded weights are one layer, number 0; --weights chooses a checkpoint"
             )
-        return seeded_case(directory, seed or 0, B, T)
+        return seeded_case(directory, seed or 0, B, T, left_pad=left_pad)
     if weights.exists() and not (weights.is_dir() or weights.is_file()):
         raise BadInput(
             f"{weights}: neither a folder nor a file; give a checkpoint folder or an exported .safetensors file"
@@ -97,7 +106,7 @@ def open_case(
     if layer not in (None, case.layer):
         raise BadInput(f"--layer {layer}: {weights} holds layer {case.layer}; leave --layer out or give the checkpoint")
     beside = inputs_beside(weights) if batch is seq_len is seed is None else {}
-    return read_inputs(case, beside) if beside else write_inputs(directory, case, B, T, seed)
+    return read_inputs(case, beside) if beside else write_inputs(directory, case, B, T, seed, left_pad)
 
 
 def export_layer(checkpoint: "Checkpoint", layer: int, directory: Path) -> Path:
@@ -262,6 +271,14 @@ def add_case_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="I",
         help="seed of the inputs, and of the weights where they are seeded (default: 0)",
     )
+    choice.add_argument(
+        "--left-pad",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="P",
+        help="a padded batch: so many of its T tokens are padding, at the start, one number for each sequence",
+    )
 
 
 def open_cases(arguments: argparse.Namespace, directory: Path) -> Iterator[Case]:
@@ -275,7 +292,8 @@ def open_cases(arguments: argparse.Namespace, directory: Path) -> Iterator[Case]
         raise BadInput("--revision is one of --model; give that too")
     try:
         model = checkpoint_in(arguments.weights) if arguments.model is None else hub_model(arguments)
-        given = (arguments.batch, arguments.seq_len, arguments.seed, directory, model, arguments.text)
+        shape = arguments.batch, arguments.seq_len, arguments.seed
+        given = (*shape, directory, model, arguments.text, arguments.left_pad)
         for layer in layers_of(model, arguments.layer or [None]):
             yield open_case(arguments.weights, layer, *given)
     except OSError as error:

@@ -58,8 +58,8 @@ it was given, which it must leave as it was."""
 
 RULE = (
     "rounding noise injected at every stage of the float64 reference gives σ for each element; "
-    "rms(error) ≤ κ rms(σ) and |error| ≤ λ σ with λ = ln(N/δ)/1.75, against the truth; √2 κ and 2 λ between two "
-    "rounded results"
+    "rms(error) ≤ κ rms(σ) and |error| ≤ λ σ with λ = ln(N/δ)/1.75/√(½ + ½ q), q the δ-quantile of χ²_K/K, against the "
+    "truth; √2 κ and 2 λ between two rounded results"
 )
 
 
@@ -251,7 +251,8 @@ class Judging:
             return judged_as([], math.inf, math.inf, "a trace that it is held against cannot be read")
         other = others[0] if others else own
         truth = others[-1] if others else own
-        if large := local.beyond(truth, comparison.setting.dtype):
+        seen = self.case.seen(comparison.setting.input)
+        if large := local.beyond(truth, comparison.setting.dtype, seen):
             own = {name: value for name, value in own.items() if name not in large}
             reason = f"{', '.join(large)} of the {comparison.setting.input} input are beyond float16, in the layer, too"
         try:
@@ -264,7 +265,7 @@ class Judging:
         error = np.array(math.inf)
         if "output" in own and own["output"].shape == other["output"].shape and own["output"].size:
             with np.errstate(invalid="ignore"):
-                error = np.abs(difference("output", own["output"], other["output"]))
+                error = np.abs(difference("output", own["output"], other["output"], seen))
         for key in keys:
             self._release(key)
         return judged_as(findings, float(np.max(error)), float(np.mean(error)), reason)

@@ -34,7 +34,7 @@ from harness import artifact
 from harness.bugs import BUGS, Bug, bf16, compiled, stands, variant
 from harness.case import BadInput, Case
 from harness.export import Arguments, add_case_arguments, command, open_cases
-from harness.gates import NAMES, Array, Finding, Trace, compared, errors, local, probes, structure
+from harness.gates import NAMES, Array, Finding, Trace, compared, errors, local, probes, seen_by, structure
 from harness.gates import tolerance as tolerances_of
 from harness.gates.tolerance import Tolerance
 from harness.report.console import make_console
@@ -196,7 +196,7 @@ class _Judge:
     """Whether a trace is what a hypothesis predicts, by gate S's limit or by gate T's."""
 
     def __init__(self, scene: Scene, noise: Tolerance | None):
-        self.scene, self.noise = scene, noise
+        self.scene, self.noise, self.seen = scene, noise, seen_by(scene.inputs)
 
     def same(self, trace: Trace) -> bool:
         """Whether rounding alone tells a trace from the page's."""
@@ -248,17 +248,17 @@ class _Judge:
         value, expected = np.asarray(value), other[name]
         if value.shape != expected.shape:
             return math.inf
-        finite = np.isfinite(compared(name, expected))
-        if not np.array_equal(np.isfinite(compared(name, value)), finite):
+        finite = np.isfinite(compared(name, expected, self.seen))
+        if not np.array_equal(np.isfinite(compared(name, value, self.seen)), finite):
             return math.inf
         if not finite.all():
             value, expected = np.where(finite, value, 0), np.where(finite, expected, 0)
         if self.noise is None:
-            scale = structure.per_token(name, expected)
+            scale = structure.per_token(name, expected, self.seen)
             if name.startswith("d_") and name in self.floors:
                 scale = np.maximum(scale, self.floors[name])
-            return errors(name, value, expected, scale)[1] / structure.LIMIT
-        rms, ratio, _ = errors(name, value, expected, self.noise.spread(name).sigma)
+            return errors(name, value, expected, scale, self.seen)[1] / structure.LIMIT
+        rms, ratio, _ = errors(name, value, expected, self.noise.spread(name).sigma, self.seen)
         rms_limit, max_limit = self.noise.limits(name, rounded=False)
         return max(rms / (rms_limit + float(np.finfo(np.float32).tiny)), ratio / max_limit)
 
@@ -285,7 +285,9 @@ def blind_to(case: Case, tolerances: Mapping[Setting, Tolerance]) -> list[dict[s
     scenes: list[Scene] = []
     for setting in sorted(tolerances, key=lambda s: (s.rope != "model", s.input != "chapter")):
         _, inputs, d_output = replace(case, weights={}).arrays(setting.input, setting.rope, "float64")
-        first = {name: value[:, :POSITIONS] for name, value in inputs.items()}
+        first = {name: value[:, :POSITIONS] for name, value in inputs.items() if name != "attention_mask"}
+        if "attention_mask" in inputs:
+            first["attention_mask"] = inputs["attention_mask"][:, :, :POSITIONS, :POSITIONS]
         scene = Scene(weights, first, d_output[:, :POSITIONS], case.config, backward=False)
         spread = tolerances[setting].spread("output")
         limit = spread.kappa * float(np.sqrt(np.mean(spread.sigma[:, :POSITIONS] ** 2)))
@@ -322,6 +324,7 @@ PROPERTIES: tuple[tuple[str, str, Callable[[Scene], bool]], ...] = (
         lambda s: s.tokens == 1,
     ),
     ("all tokens of a sequence are equal", "heads norm rope scale mask softmax positions precision", lambda s: s.equal),
+    ("the mask is among the inputs, and added", "mask", lambda s: "attention_mask" in s.inputs),
     ("there is one query head", "heads", lambda s: s.config.num_attention_heads == 1),
     ("there is one key/value head", "heads", lambda s: s.config.num_key_value_heads == 1),
     ("each query head has its own key/value head", "heads", lambda s: s.config.num_key_value_groups == 1),

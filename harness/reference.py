@@ -43,7 +43,7 @@ def run(
     )
     recorder = Recorder(config)
     with recorder.attached(layer), recorder:
-        output = call(layer, x.requires_grad_(), cos, sin)
+        output = call(layer, x.requires_grad_(), cos, sin, inputs.get("attention_mask"))
     if x.dtype == torch.float64 and recorder.casts != CASTS_TO_FLOAT32[attn_implementation]:
         raise RuntimeError(
             f"transformers' {attn_implementation} layer cast to float32 {recorder.casts} times, not "
@@ -60,14 +60,19 @@ def run(
     return {name: array(value) for name, value in trace.items()}
 
 
-def call(layer: torch.nn.Module, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """The layer's forward as the model calls it: [B,T,D] -> [B,T,D].
+def call(
+    layer: torch.nn.Module, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention_mask: Array | None = None
+) -> torch.Tensor:
+    """The layer's forward as the model calls it: [B,T,D] -> [B,T,D]; the mask [B,1,T,S] where a batch is padded.
 
     The causal mask is passed as the model passes it, additive and with the most negative finite number: `None` would
     not be causal under eager, and a boolean mask would be added.
     """
     T = x.shape[1]
-    mask = torch.full((T, T), torch.finfo(x.dtype).min, dtype=x.dtype, device=x.device).triu(1)[None, None]
+    if attention_mask is None:
+        mask = torch.full((T, T), torch.finfo(x.dtype).min, dtype=x.dtype, device=x.device).triu(1)[None, None]
+    else:
+        mask = tensor(attention_mask, x.device.type)
     output = layer(hidden_states=x, position_embeddings=(cos, sin), attention_mask=mask)[0]
     return output
 

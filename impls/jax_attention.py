@@ -38,9 +38,10 @@ class Attention(nnx.Module):
         x_BTD: Float[Array, "B T D"],
         cos_BTH: Float[Array, "B T H"],
         sin_BTH: Float[Array, "B T H"],
+        mask_B1TS: Float[Array, "B 1 T S"] | None = None,
         observe: Observe = keep,
     ) -> Float[Array, "B T D"]:
-        """Hidden states [B,T,D], cos and sin [B,T,H]  ->  output [B,T,D]."""
+        """Hidden states [B,T,D], cos and sin [B,T,H]  ->  output [B,T,D]; the mask where a batch is padded."""
         N, K, eps = self.config.num_attention_heads, self.config.num_key_value_heads, self.config.rms_norm_eps
 
         q_BTNH = observe("q_proj", project(x_BTD, self.q_proj[...], N))  # 3.1
@@ -50,7 +51,7 @@ class Attention(nnx.Module):
         kn_BSKH = observe("k_norm", rms_norm(k_BSKH, self.k_norm[...], eps))
         qr_BTNH = observe("q_rope", rope(qn_BTNH, cos_BTH, sin_BTH))
         kr_BSKH = observe("k_rope", rope(kn_BSKH, cos_BTH, sin_BTH))
-        o_BTNH = observe("heads", self.attend(qr_BTNH, kr_BSKH, v_BSKH, observe))  # 3.2, 3.11
+        o_BTNH = observe("heads", self.attend(qr_BTNH, kr_BSKH, v_BSKH, mask_B1TS, observe))  # 3.2, 3.11
         return observe("output", merge(o_BTNH, self.o_proj[...]))  # 3.12
 
     def attend(
@@ -58,12 +59,13 @@ class Attention(nnx.Module):
         qr_BTNH: Float[Array, "B T N H"],
         kr_BSKH: Float[Array, "B S K H"],
         v_BSKH: Float[Array, "B S K H"],
+        mask_B1TS: Float[Array, "B 1 T S"] | None,
         observe: Observe,
     ) -> Float[Array, "B T N H"]:
         """3.2, 3.11: softmax(Q K^T / √d_k + M) V, which a fused kernel computes without showing what is between."""
         G = self.config.num_key_value_groups
         s_BNTS = observe("scores", scores(qr_BTNH, share(kr_BSKH, G)))  # 3.5
-        m_BNTS = observe("masked_scores", s_BNTS + causal_mask(s_BNTS))  # 3.10
+        m_BNTS = observe("masked_scores", s_BNTS + (causal_mask(s_BNTS) if mask_B1TS is None else mask_B1TS))  # 3.10
         a_BNTS = observe("probs", softmax(m_BNTS))  # 3.6
         return mix(a_BNTS, share(v_BSKH, G))
 
@@ -153,8 +155,9 @@ def run(
 ) -> dict[str, np.ndarray]:
     """d_output [B,T,D]  ->  every stage, and the gradient of every stage, of every weight and of the hidden states."""
     x_BTD, cos_BTH, sin_BTH = inputs["hidden_states"], inputs["cos"], inputs["sin"]
+    given = dict(weights), x_BTD, cos_BTH, sin_BTH, inputs.get("attention_mask"), d_output
     with jax.enable_x64(True):  # float64 is let in; which dtype it is, the arrays decide
-        tensors = jax.device_put((dict(weights), x_BTD, cos_BTH, sin_BTH, d_output), jax.devices(device)[0])
+        tensors = jax.device_put(given, jax.devices(device)[0])
         return {name: np.asarray(value) for name, value in trace(*tensors, config, observe, layer).items()}
 
 
@@ -164,6 +167,7 @@ def trace(
     x_BTD: Float[Array, "B T D"],
     cos_BTH: Float[Array, "B T H"],
     sin_BTH: Float[Array, "B T H"],
+    mask_B1TS: Float[Array, "B 1 T S"] | None,
     d_output: Float[Array, "B T D"],
     config: AttentionConfig,
     observe: Observe = keep,
@@ -178,7 +182,7 @@ def trace(
             stages[name] = observe(name, value) + tensors[name]
             return stages[name]
 
-        y_BTD = attention(tensors, config, layer)(tensors["hidden_states"], cos_BTH, sin_BTH, tap)
+        y_BTD = attention(tensors, config, layer)(tensors["hidden_states"], cos_BTH, sin_BTH, mask_B1TS, tap)
         return y_BTD, stages
 
     sizes = config.sizes() | {"B": x_BTD.shape[0], "T": x_BTD.shape[1], "S": x_BTD.shape[1]}

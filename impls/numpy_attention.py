@@ -28,7 +28,10 @@ Cache = dict[str, Any]
 def forward(
     weights: Mapping[str, Array], inputs: Mapping[str, Array], config: AttentionConfig, observe: Observe = keep
 ) -> tuple[Float[Array, "B T D"], Cache]:
-    """Hidden states [B,T,D], cos and sin [B,T,H]  ->  output [B,T,D], and what the backward needs."""
+    """Hidden states [B,T,D], cos and sin [B,T,H]  ->  output [B,T,D], and what the backward needs.
+
+    Where a batch is padded, its mask [B,1,T,S] is among the inputs, additive as in Hugging Face.
+    """
     x_BTD, cos_BTH, sin_BTH = inputs["hidden_states"], inputs["cos"], inputs["sin"]
     N, K, G = config.num_attention_heads, config.num_key_value_heads, config.num_key_value_groups
     eps = config.rms_norm_eps
@@ -41,7 +44,8 @@ def forward(
     qr_BTNH = observe("q_rope", rope(qn_BTNH, cos_BTH, sin_BTH))
     kr_BSKH = observe("k_rope", rope(kn_BSKH, cos_BTH, sin_BTH))
     s_BNTS = observe("scores", scores(qr_BTNH, share(kr_BSKH, G)))  # 3.5
-    m_BNTS = observe("masked_scores", s_BNTS + causal_mask(s_BNTS))  # 3.10
+    mask_TS = inputs.get("attention_mask", causal_mask(s_BNTS))
+    m_BNTS = observe("masked_scores", s_BNTS + mask_TS)  # 3.10
     a_BNTS = observe("probs", softmax(m_BNTS))  # 3.6
     o_BTNH = observe("heads", mix(a_BNTS, share(v_BSKH, G)))  # 3.2, 3.11
     y_BTD = observe("output", merge(o_BTNH, weights["o_proj.weight"]))  # 3.12

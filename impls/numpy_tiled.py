@@ -68,30 +68,39 @@ def forward(
     qr_BTNH = observe("q_rope", by_tokens(rope, (N, H), qn_BTNH, cos_BTH, sin_BTH))
     kr_BSKH = observe("k_rope", by_tokens(rope, (K, H), kn_BSKH, cos_BTH, sin_BTH))
     del qn_BTNH, kn_BSKH  # the backward does not need them
-    o_BTNH, lse_BTN = attend(qr_BTNH, kr_BSKH, v_BSKH)
+    mask_B1TS = inputs.get("attention_mask")
+    o_BTNH, lse_BTN = attend(qr_BTNH, kr_BSKH, v_BSKH, mask_B1TS)
     o_BTNH = observe("heads", o_BTNH)  # 3.2, 3.11
     y_BTD = observe("output", by_tokens(partial(merge, w_DN=w_o), (config.hidden_size,), o_BTNH))  # 3.12
 
     cache = {"weights": weights, "config": config, "x": x_BTD, "cos": cos_BTH, "sin": sin_BTH, "q": q_BTNH}
-    cache |= {"k": k_BSKH, "v": v_BSKH, "qr": qr_BTNH, "kr": kr_BSKH, "o": o_BTNH, "lse": lse_BTN}
+    cache |= {"k": k_BSKH, "v": v_BSKH, "qr": qr_BTNH, "kr": kr_BSKH, "o": o_BTNH, "lse": lse_BTN, "mask": mask_B1TS}
     return y_BTD, cache
 
 
 def attend(
-    q_BTNH: Float[Array, "B T N H"], k_BSKH: Float[Array, "B S K H"], v_BSKH: Float[Array, "B S K H"]
+    q_BTNH: Float[Array, "B T N H"],
+    k_BSKH: Float[Array, "B S K H"],
+    v_BSKH: Float[Array, "B S K H"],
+    mask_B1TS: Float[Array, "B 1 T S"] | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """3.5 to 3.11: softmax(Q K^T / √d_k + M) V, and L = ln Σ exp(s) of every row; the heads on threads."""
     o_BTNH, lse_BTN = np.empty_like(q_BTNH), np.empty(q_BTNH.shape[:3], q_BTNH.dtype)
 
     def one(b: int, k: int, heads: slice) -> None:
-        o_BTNH[b, :, heads], lse_BTN[b, :, heads] = attend_group(q_BTNH[b, :, heads], k_BSKH[b, :, k], v_BSKH[b, :, k])
+        o_BTNH[b, :, heads], lse_BTN[b, :, heads] = attend_group(
+            q_BTNH[b, :, heads], k_BSKH[b, :, k], v_BSKH[b, :, k], None if mask_B1TS is None else mask_B1TS[b, 0]
+        )
 
     on_threads(one, groups(q_BTNH, k_BSKH))
     return o_BTNH, lse_BTN
 
 
 def attend_group(
-    q_TGH: Float[Array, "T G H"], k_SH: Float[Array, "S H"], v_SH: Float[Array, "S H"]
+    q_TGH: Float[Array, "T G H"],
+    k_SH: Float[Array, "S H"],
+    v_SH: Float[Array, "S H"],
+    mask_TS: Float[Array, "T S"] | None = None,
 ) -> tuple[Float[Array, "T G H"], Float[Array, "T G"]]:
     """The G query heads that read one key/value head: m, l and o of a tile of rows, corrected whenever m grows."""
     o_TGH, lse_TG = np.empty_like(q_TGH), np.empty(q_TGH.shape[:2], q_TGH.dtype)
@@ -102,7 +111,7 @@ def attend_group(
         l_R1 = np.zeros_like(q_RH[:, :1])
         m_R1 = np.full_like(l_R1, -np.inf)
         for keys in tiles(queries.stop, KEYS):  # 3.10: none later than the last query
-            s_RC = scores(q_RH, k_SH[keys], queries, keys, scratch)  # 3.5
+            s_RC = scores(q_RH, k_SH[keys], queries, keys, mask_TS, scratch)  # 3.5
             m_R1, former_R1 = np.maximum(m_R1, s_RC.max(axis=-1, keepdims=True)), m_R1
             p_RC = exp_minus(s_RC, m_R1)  # 3.6, up to the division
             shrink_R1 = np.exp(former_R1 - m_R1)
@@ -115,11 +124,18 @@ def attend_group(
 
 
 def scores(
-    q_RH: Float[Array, "R H"], k_CH: Float[Array, "C H"], queries: slice, keys: slice, scratch: Float[Array, "_"]
+    q_RH: Float[Array, "R H"],
+    k_CH: Float[Array, "C H"],
+    queries: slice,
+    keys: slice,
+    mask_TS: Float[Array, "T S"] | None,
+    scratch: Float[Array, "_"],
 ) -> Float[Array, "R C"]:
     """3.5, 3.10: a tile of Q K^T, of which Q is already divided by √d_k, with −∞ at keys later than the query."""
     R, C = len(q_RH), len(k_CH)
     s_RC = np.matmul(q_RH, k_CH.T, out=scratch[: R * C].reshape(R, C))
+    if mask_TS is not None:
+        s_RC += mask_TS[queries, keys].repeat(R // (queries.stop - queries.start), axis=0)
     if keys.stop > queries.start + 1:  # the diagonal goes through it
         t = np.arange(queries.start, queries.stop).repeat(R // (queries.stop - queries.start))
         np.copyto(s_RC, -np.inf, where=np.arange(keys.start, keys.stop) > t[:, None])
@@ -139,10 +155,10 @@ def backward(d_y_BTD: Float[Array, "B T D"], cache: Cache, observe: Observe = ke
     N, K, H = (getattr(cache["config"], name) for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     D, eps = cache["config"].hidden_size, cache["config"].rms_norm_eps
     w_q, w_k, w_v, w_qn, w_kn, w_o = (cache["weights"][name] for name in WEIGHTS)
-    x, q, k, v, qr, kr, o, lse, cos, sin = (cache[name] for name in "x q k v qr kr o lse cos sin".split())
+    x, q, k, v, qr, kr, o, lse, cos, sin, mask = (cache[name] for name in "x q k v qr kr o lse cos sin mask".split())
 
     d_o = observe("d_heads", by_tokens(partial(merge_backward, w_DN=w_o, heads=N), (N, H), d_y_BTD))  # undoes 3.12
-    d_qr, d_kr, d_v = attend_backward(d_o, qr, kr, v, o, lse)  # undoes 3.11, 3.6, 3.10, 3.5
+    d_qr, d_kr, d_v = attend_backward(d_o, qr, kr, v, o, lse, mask)  # undoes 3.11, 3.6, 3.10, 3.5
     d_v, d_qr, d_kr = observe("d_v_proj", d_v), observe("d_q_rope", d_qr), observe("d_k_rope", d_kr)
     d_qn = observe("d_q_norm", by_tokens(rope_backward, (N, H), d_qr, cos, sin))
     d_kn = observe("d_k_norm", by_tokens(rope_backward, (K, H), d_kr, cos, sin))
@@ -173,6 +189,7 @@ def attend_backward(
     v_BSKH: Float[Array, "B S K H"],
     o_BTNH: Float[Array, "B T N H"],
     lse_BTN: Float[Array, "B T N"],
+    mask_B1TS: Float[Array, "B 1 T S"] | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
     """d_Q, d_K and d_V of `attend`; the heads on threads."""
     d_q_BTNH, d_k_BSKH, d_v_BSKH = np.empty_like(q_BTNH), np.empty_like(k_BSKH), np.empty_like(v_BSKH)
@@ -185,6 +202,7 @@ def attend_backward(
             lse_BTN[b, :, heads],
             k_BSKH[b, :, k],
             v_BSKH[b, :, k],
+            None if mask_B1TS is None else mask_B1TS[b, 0],
         )
 
     on_threads(one, groups(q_BTNH, k_BSKH))
@@ -198,6 +216,7 @@ def attend_group_backward(
     lse_TG: Float[Array, "T G"],
     k_SH: Float[Array, "S H"],
     v_SH: Float[Array, "S H"],
+    mask_TS: Float[Array, "T S"] | None = None,
 ) -> tuple[Float[Array, "T G H"], Float[Array, "S H"], Float[Array, "S H"]]:
     """With P = exp(S − L) and δ = Σ dO ⊙ O, which is the a · d_a of 3.9:
 
@@ -214,7 +233,7 @@ def attend_group_backward(
         delta_R1 = np.sum(d_o_RH * rows(o_TGH[queries]), axis=-1, keepdims=True)
         d_q_RH = np.zeros_like(q_RH)
         for keys in tiles(queries.stop, KEYS):
-            p_RC = exp_minus(scores(q_RH, k_SH[keys], queries, keys, scratch), lse_R1)  # 3.5, 3.6
+            p_RC = exp_minus(scores(q_RH, k_SH[keys], queries, keys, mask_TS, scratch), lse_R1)  # 3.5, 3.6
             d_v_SH[keys] += p_RC.T @ d_o_RH  # undoes 3.11
             d_p_RC = np.matmul(d_o_RH, v_SH[keys].T, out=another[: p_RC.size].reshape(p_RC.shape))
             d_p_RC -= delta_R1

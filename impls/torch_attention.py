@@ -54,9 +54,10 @@ class Attention(nn.Module):
         x_BTD: Float[Tensor, "B T D"],
         cos_BTH: Float[Tensor, "B T H"],
         sin_BTH: Float[Tensor, "B T H"],
+        mask_B1TS: Float[Tensor, "B 1 T S"] | None = None,
         observe: Observe = keep,
     ) -> Float[Tensor, "B T D"]:
-        """Hidden states [B,T,D], cos and sin [B,T,H]  ->  output [B,T,D]."""
+        """Hidden states [B,T,D], cos and sin [B,T,H]  ->  output [B,T,D]; the mask where a batch is padded."""
         N, K, eps = self.config.num_attention_heads, self.config.num_key_value_heads, self.config.rms_norm_eps
 
         q_BTNH = observe("q_proj", project(x_BTD, self.q_proj.weight, N))  # 3.1
@@ -66,7 +67,7 @@ class Attention(nn.Module):
         kn_BSKH = observe("k_norm", rms_norm(k_BSKH, self.k_norm.weight, eps))
         qr_BTNH = observe("q_rope", rope(qn_BTNH, cos_BTH, sin_BTH))
         kr_BSKH = observe("k_rope", rope(kn_BSKH, cos_BTH, sin_BTH))
-        o_BTNH = observe("heads", self.attend(qr_BTNH, kr_BSKH, v_BSKH, observe))  # 3.2, 3.11
+        o_BTNH = observe("heads", self.attend(qr_BTNH, kr_BSKH, v_BSKH, mask_B1TS, observe))  # 3.2, 3.11
         return observe("output", merge(o_BTNH, self.o_proj.weight))  # 3.12
 
     def attend(
@@ -74,12 +75,13 @@ class Attention(nn.Module):
         qr_BTNH: Float[Tensor, "B T N H"],
         kr_BSKH: Float[Tensor, "B S K H"],
         v_BSKH: Float[Tensor, "B S K H"],
+        mask_B1TS: Float[Tensor, "B 1 T S"] | None,
         observe: Observe,
     ) -> Float[Tensor, "B T N H"]:
         """3.2, 3.11: softmax(Q K^T / √d_k + M) V, which a fused kernel computes without showing what is between."""
         G = self.config.num_key_value_groups
         s_BNTS = observe("scores", scores(qr_BTNH, share(kr_BSKH, G)))  # 3.5
-        m_BNTS = observe("masked_scores", s_BNTS + causal_mask(s_BNTS))  # 3.10
+        m_BNTS = observe("masked_scores", s_BNTS + (causal_mask(s_BNTS) if mask_B1TS is None else mask_B1TS))  # 3.10
         a_BNTS = observe("probs", softmax(m_BNTS))  # 3.6
         return mix(a_BNTS, share(v_BSKH, G))
 
@@ -173,13 +175,14 @@ def run(
     """d_output [B,T,D]  ->  every stage, and the gradient of every stage, of every weight and of the hidden states."""
     module = attention(weights, config, device, layer)
     x_BTD, cos_BTH, sin_BTH = (tensor(inputs[name], device) for name in ("hidden_states", "cos", "sin"))
+    mask_B1TS = tensor(inputs["attention_mask"], device) if "attention_mask" in inputs else None
     stages: dict[str, Tensor] = {}
 
     def record(name: str, value: Tensor) -> Tensor:
         stages[name] = observe(name, value)
         return stages[name]
 
-    y_BTD = module(x_BTD.requires_grad_(), cos_BTH, sin_BTH, record)
+    y_BTD = module(x_BTD.requires_grad_(), cos_BTH, sin_BTH, mask_B1TS, record)
     tensors = {**module.state_dict(keep_vars=True), "hidden_states": x_BTD, **stages}
     sources = {name: tensors[name.removeprefix("d_")] for name in GRADIENTS if name.removeprefix("d_") in tensors}
     loss = torch.sum(y_BTD * tensor(d_output, device))  # its gradient at the output is d_output

@@ -275,10 +275,27 @@ def test_equal_tokens_round_equally():
 
 
 def test_few_degrees_of_freedom_widen_kappa():
-    """ν = 2: by the χ² distribution itself, −ln(1e-6) is exceeded once in a million, and κ is near its root."""
+    """ν = 2: with K samples, F of 2 and 2K degrees has K (1e6^(1/K) − 1) once in a million; ν is estimated, too."""
     assert tolerance.Spread(np.ones(1), 2.0, 0.0).kappa == 1.0
-    assert tolerance.Spread(np.ones(1), 1.0, 1.0).kappa == pytest.approx(math.sqrt(-math.log(1e-6)), rel=0.05)
-    assert tolerance.Spread(np.ones(1), 1.0, 1e-4).kappa == pytest.approx(1.024, rel=0.01)
+    for samples, most in ((32, 1.2), (8, 2.5)):
+        least = math.sqrt(samples * (1e6 ** (1 / samples) - 1))
+        assert least < tolerance.Spread(np.ones(1), 1.0, 1.0, samples).kappa < most * least
+    assert tolerance.Spread(np.ones(1), 1.0, 1e-4).kappa == pytest.approx(1.03, rel=0.01)
+
+
+def test_sigma_of_few_samples_widens_lambda():
+    """Half of σ² is an element's own: of K normal errors, the smallest in a million has this share of its variance."""
+    few, many = (tolerance.Spread(np.ones(1000), 1.0, 0.0, samples).lam for samples in (8, 32))
+    assert math.log(1e9) / 1.75 < many < few < math.sqrt(2) * math.log(1e9) / 1.75
+    draws = np.random.default_rng(0).standard_normal((10**6, 8), dtype=np.float32)
+    assert np.mean(draws**2, axis=1).min() == pytest.approx(tolerance.QUANTILES[8][1], rel=0.5)
+
+
+def test_quantiles_are_students_and_chi_squared():
+    stats = pytest.importorskip("scipy.stats")  # it comes with JAX
+    for samples, (student, chi2) in tolerance.QUANTILES.items():
+        assert student == pytest.approx(stats.t.ppf(1 - 1e-6, samples - 1), rel=1e-3)
+        assert chi2 == pytest.approx(stats.chi2.ppf(1e-6, samples) / samples, rel=5e-3)
 
 
 def test_fused_kernel_may_err_more_in_its_gradients_alone(case):

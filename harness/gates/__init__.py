@@ -94,7 +94,7 @@ def direction(name: str) -> str:
 
 
 def usable(
-    trace: Trace, truth: Trace, expected: Collection[str], dtype: str | None = None
+    trace: Trace, truth: Trace, expected: Collection[str], dtype: str | None = None, seen: Array | None = None
 ) -> tuple[list[str], list[Finding]]:
     """The names that can be compared, and a finding for each that cannot: missing, unknown, misshapen or not finite.
 
@@ -113,7 +113,7 @@ def usable(
             fault = "shape"
         elif trace[name].dtype.name not in (ROUNDING if dtype is None else (dtype,)):
             fault = "dtype"
-        elif not np.isfinite(compared(name, trace[name])).all():
+        elif not np.isfinite(compared(name, trace[name], seen)).all():
             fault = "not finite"
         else:
             names.append(name)
@@ -129,28 +129,40 @@ def visible(shape: tuple[int, ...]) -> Array:
     return np.tri(T, S, S - T, dtype=bool)
 
 
-def compared(name: str, value: Array) -> Array:
-    """What is compared of a value: all of it, but of masked_scores' future only what the softmax would leave of it.
+def seen_by(inputs: Trace) -> Array | None:
+    """Which keys a query may see, [B,1,T,S], where the inputs have a mask; None where they have not: see `visible`."""
+    return inputs["attention_mask"] == 0 if "attention_mask" in inputs else None
+
+
+def compared(name: str, value: Array, seen: Array | None = None) -> Array:
+    """What is compared of a value: all of it, but of masked_scores' hidden keys only what the softmax would leave.
 
     That may be −∞ or any mask that no score comes near; its weight against the row's largest, exp(m − max), is then 0.
+    A query that sees no key, `seen` [B,1,T,S], has no answer: what is computed for it is a convention, and taken as 0.
     """
+    if seen is not None and name in ("masked_scores", "probs", "heads", "output"):
+        answered = np.any(seen, axis=-1, keepdims=True)  # [B,1,T,1]
+        by_token = answered[:, 0] if name == "output" else answered.swapaxes(1, 2)  # [B,T,1], [B,T,1,1]
+        value = np.where(answered if letters(name).endswith("TS") else by_token, value, 0)
     if name != "masked_scores":
         return value
-    seen = visible(value.shape)
+    seen = visible(value.shape) if seen is None else seen
     largest = np.max(value, axis=-1, keepdims=True, where=seen, initial=-np.inf)
     with np.errstate(invalid="ignore", over="ignore"):
-        return np.where(seen, value, np.exp(np.where(seen, 0, value - largest)))
+        hidden = np.exp(value - np.where(np.isfinite(largest), largest, np.inf))
+    return np.where(seen, value, hidden)
 
 
-def errors(name: str, value: Array, truth: Array, scale: Array) -> tuple[float, float, tuple[int, ...]]:
+def errors(
+    name: str, value: Array, truth: Array, scale: Array, seen: Array | None = None
+) -> tuple[float, float, tuple[int, ...]]:
     """rms(value − truth), and the largest |value − truth| / scale and where it is; scale broadcasts to the value.
 
     Taken in float64, in blocks that stay in the cache: the gradients of weights have millions of elements.
     """
     tiny = np.finfo(np.float32).tiny  # below the normal numbers, rounding is absolute
     value, truth = (x if x.dtype.kind == "f" else x.astype(np.float32) for x in (value, truth))  # bfloat16
-    if name == "masked_scores":
-        value, truth = compared(name, value), compared(name, truth)
+    value, truth = compared(name, value, seen), compared(name, truth, seen)
     flat = [np.ascontiguousarray(x).reshape(-1) for x in (value, truth)]
     scales = (
         scale.reshape(1) if scale.size == 1 else np.ascontiguousarray(np.broadcast_to(scale, value.shape)).reshape(-1)
@@ -168,6 +180,6 @@ def errors(name: str, value: Array, truth: Array, scale: Array) -> tuple[float, 
     return math.sqrt(square / value.size), worst, tuple(map(int, np.unravel_index(at, value.shape)))
 
 
-def difference(name: str, value: Array, truth: Array) -> Array:
+def difference(name: str, value: Array, truth: Array, seen: Array | None = None) -> Array:
     """value − truth in float64 where the two are compared."""
-    return compared(name, value).astype(np.float64) - compared(name, truth)
+    return compared(name, value, seen).astype(np.float64) - compared(name, truth, seen)

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from harness.gates import ROUNDING, Array, Finding, Rounding, Trace, compared, letters, shape, visible
+from harness.gates import ROUNDING, Array, Finding, Rounding, Trace, compared, letters, seen_by, shape, visible
 from impls.spec import STAGES, AttentionConfig
 
 MARGIN = {"bits": 1.0, "bits of a head": 2.0, "bits of a position": 2.0}
@@ -96,8 +96,11 @@ def judge(
     trace lacks (or has in another shape) cannot be certified, nor can those computed from it: see `uncertified`.
     """
     B, T = d_output.shape[:2]
+    seen = seen_by(inputs)
     trace = {
-        name: value for name, value in trace.items() if name in EQUATIONS and value.shape == shape(name, config, B, T)
+        name: value if name == "masked_scores" else compared(name, value, seen)
+        for name, value in trace.items()
+        if name in EQUATIONS and value.shape == shape(name, config, B, T)
     }
     stages = Stages(trace, weights, inputs, d_output, config, rounding)
     findings = []
@@ -108,7 +111,7 @@ def judge(
     return findings
 
 
-def beyond(truth: Trace, dtype: str) -> list[str]:
+def beyond(truth: Trace, dtype: str, seen: Array | None = None) -> list[str]:
     """The entries of the truth that are too large for a dtype, with those that are computed from them.
 
     Seen: float16 ends at 65,504, and the backward of a norm divides by the rms of a token of magnitude 1e-4.
@@ -119,7 +122,7 @@ def beyond(truth: Trace, dtype: str) -> list[str]:
     for name in EQUATIONS:
         if name in truth and (
             not set(large).isdisjoint(NEEDS[name])
-            or np.max(np.abs(compared(name, truth[name]))) > 0.9 * np.finfo(np.float16).max
+            or np.max(np.abs(compared(name, truth[name], seen))) > 0.9 * np.finfo(np.float16).max
         ):
             large.append(name)
     return large
@@ -151,13 +154,15 @@ def _judge_weight(name: str, value: Array, stages: "Stages") -> list[Finding]:
 
 def _judge(name: str, value: Array, stages: "Stages") -> list[Finding]:
     local = EQUATIONS[name](stages)
-    error = np.abs(compared(name, np.asarray(value, np.float64)) - compared(name, local.value))
+    error = np.abs(
+        compared(name, np.asarray(value, np.float64), stages.seen) - compared(name, local.value, stages.seen)
+    )
     bound, near = local.allowed(stages.rounding)
     ratio = error / bound
     where = _at(ratio)
     findings = [Finding(name, "bound", float(ratio[where]), 1.0, where)]
     relative = (error / (local.scale + near)) ** 2
-    counted = np.broadcast_to(visible(value.shape), value.shape) if letters(name).endswith("TS") else None
+    counted = stages.counted(name, value.shape)
     floor = stages.rounding.bits - math.log2(max(local.n, 1)) / 2
     parts = []
     for measure, letter in (("bits", ""), ("bits of a head", "NK"), ("bits of a position", "TS")):
@@ -165,7 +170,7 @@ def _judge(name: str, value: Array, stages: "Stages") -> list[Finding]:
         if letter and not axis:
             continue
         others = tuple(each for each in range(value.ndim) if each not in axis)
-        mean = np.mean(relative, axis=others, where=True if counted is None else counted)
+        mean = np.sum(relative, axis=others, where=counted) / np.maximum(np.sum(counted, axis=others), 1)
         bits = np.minimum(-np.log2(mean + 2.0**-106) / 2, 53.0)
         worst = int(np.argmin(bits))
         place = _within(relative, axis[0], worst) if axis else where
@@ -206,7 +211,8 @@ class Stages:
         self.B, self.T = d_output.shape[:2]
         self.D, self.H, self.G = config.hidden_size, config.head_dim, config.num_key_value_groups
         self.N, self.K = config.num_attention_heads, config.num_key_value_heads
-        self.seen = np.tri(self.T, dtype=bool)
+        given = seen_by(inputs)
+        self.seen = visible((self.T, self.T))[None, None] if given is None else given  # [B or 1,1,T,S]
         self.i = np.arange(1, self.T + 1)[:, None]
         self.j = self.G * np.arange(self.T, 0, -1)[:, None, None]
 
@@ -214,6 +220,15 @@ class Stages:
         """An entry of the trace, or what was given, in float64."""
         value = self.given[name] if name in self.given else self.trace[name]
         return np.asarray(value, np.float64)
+
+    def counted(self, name: str, shape: tuple[int, ...]) -> Array:
+        """Which elements of a stage count for its bits: scores of keys that are seen, answers of queries that see."""
+        if letters(name).endswith("TS"):
+            return np.broadcast_to(self.seen, shape)
+        answered = np.any(self.seen, axis=-1, keepdims=True)  # [B or 1,1,T,1]
+        if name in ("heads", "output") and not answered.all():
+            return np.broadcast_to(answered[:, 0] if name == "output" else answered.swapaxes(1, 2), shape)
+        return np.broadcast_to(True, shape)
 
     def gamma(self, n: Array | float) -> Array:
         """γ_n = n u / (1 − n u)."""
@@ -274,10 +289,10 @@ class Stages:
 
     def probs(self) -> Local:
         s = np.where(self.seen, self["masked_scores"], -np.inf)
-        m = s.max(axis=-1, keepdims=True)
+        m = np.maximum(s.max(axis=-1, keepdims=True), np.finfo(np.float64).min)  # of a query that sees nothing, too
         e = np.exp(s - m)
-        p = e / e.sum(axis=-1, keepdims=True)
-        s = np.where(self.seen, s, 0)
+        p = e / np.maximum(e.sum(axis=-1, keepdims=True), 1)
+        s, m = np.where(self.seen, s, 0), np.where(self.seen.any(axis=-1, keepdims=True), m, 0)
         theta = self.seen * (self.u * (3 * (m - s) + np.abs(s) + np.abs(m) + 8))
         bound = 1.01 * p * (theta + np.sum(p * theta, axis=-1, keepdims=True) + self.gamma(self.i + 1))
         scale = p * np.sqrt(1 + (m - s) ** 2 + s**2 + m**2)

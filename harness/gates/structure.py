@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 
 import numpy as np
 
-from harness.gates import Array, Finding, Trace, compared, errors, letters, usable
+from harness.gates import Array, Finding, Trace, compared, errors, letters, seen_by, usable
 from impls.spec import AttentionConfig
 
 LIMIT = 1e-12
@@ -27,22 +27,23 @@ def judge(
     for the gradient of a weight it is the tensor's. Where the truth is exactly 0 (the first token's d_q: a softmax over
     one key does not move), the scale is floored by what a correct backward rounds against.
     """
-    names, findings = usable(trace, truth, expected, "float64")
+    seen = seen_by(inputs)
+    names, findings = usable(trace, truth, expected, "float64", seen)
     floors = score_gradient_scales(truth, weights, inputs, config)
     for name in names:
-        scale = per_token(name, truth[name])
+        scale = per_token(name, truth[name], seen)
         if name in floors:
             scale = np.maximum(scale, per_token(name, floors[name]))
-        _, relative, where = errors(name, trace[name], truth[name], scale)
+        _, relative, where = errors(name, trace[name], truth[name], scale, seen)
         findings.append(Finding(name, "relative", relative, LIMIT, where))
     return findings
 
 
-def per_token(name: str, value: Array) -> Array:
+def per_token(name: str, value: Array, seen: Array | None = None) -> Array:
     """The largest magnitude of each token, broadcastable to the array; of the whole tensor for a weight's gradient."""
     token = "BTS" if "NTS" not in letters(name) else "BT"
     axes = tuple(axis for axis, letter in enumerate(letters(name)) if letter not in token)
-    over, value = axes if letters(name) else None, compared(name, value)
+    over, value = axes if letters(name) else None, compared(name, value, seen)
     return np.maximum(np.max(value, axis=over, keepdims=True), -np.min(value, axis=over, keepdims=True))
 
 

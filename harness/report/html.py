@@ -60,7 +60,7 @@ def render_html(
 ) -> str:
     """The page as text; the arguments are those of `write_html`."""
     frameworks, checks = document["frameworks"], document["checks"]
-    folder = Folder(Path(traces) if traces else None)
+    folder = Folder(Path(traces) if traces else None, document)
     failed = list(failures(document, folder))
     sentences = list(console.sentences(document))
     environment = Environment(
@@ -313,9 +313,9 @@ def grouped(rows: Iterable[Row], *keys: str) -> dict[tuple[str, ...], list[Row]]
 class Folder:
     """The traces of a run. `missing`: the pictures that could not be drawn for want of one."""
 
-    def __init__(self, path: Path | None):
+    def __init__(self, path: Path | None, document: Mapping[str, Any]):
         self.missing: list[str] = []
-        self.path = path
+        self.path, self.inputs, self.T = path, document["inputs"], document["seq_len"]
 
     def read(self, name: str, stage: str, dtype: str, layer: int, input: str, rope: str) -> np.ndarray | None:
         """One stage of one trace, or None where it was not kept."""
@@ -328,6 +328,13 @@ class Folder:
         except (OSError, SafetensorError):
             return None
 
+    def seen(self, input: str) -> np.ndarray | None:
+        """Which keys a query of a padded batch may see, [B,1,T,S]."""
+        padding = self.inputs.get(input, {}).get("left_pad")
+        if padding is None:
+            return None
+        return np.tri(self.T, dtype=bool) & (np.arange(self.T) >= np.array(padding)[:, None, None, None])
+
     def error(self, name: str, stage: str, dtype: str, rms: bool = False, **run: Any) -> np.ndarray | None:
         """The error of a stage at each head and position, relative to the truth's size there: [N or K, T], or [1, T]
         without heads; the largest or the rms over all else, of the worst sequence. None without the traces."""
@@ -336,9 +343,9 @@ class Folder:
             return None
         kept = [axis for axis, letter in enumerate(letters(stage).replace("TS", "T-")) if letter in "BTSNK"]
         order = sorted(kept, key=lambda axis: letters(stage)[axis] in "TS")
-        ends = [
-            np.moveaxis(x, order, range(len(kept))) for x in (difference(stage, value, truth), compared(stage, truth))
-        ]
+        seen = self.seen(run["input"])
+        pair = difference(stage, value, truth, seen), compared(stage, truth, seen)
+        ends = [np.moveaxis(x, order, range(len(kept))) for x in pair]
         error, size = (np.abs(x).reshape(*x.shape[: len(kept)], -1) for x in ends)
         error, size = (np.sqrt(np.mean(x**2, axis=-1)) if rms else np.max(x, axis=-1) for x in (error, size))
         return np.atleast_2d(np.max(error / np.where(size > 0, size, 1), axis=0))
