@@ -30,6 +30,7 @@ from harness.report import render
 from harness.report.console import Progress, make_console
 from harness.report.markdown import markdown
 from harness.runners import (
+    CACHED,
     IMPLEMENTATIONS,
     LIBRARIES,
     TILED,
@@ -43,7 +44,7 @@ from harness.runners import (
 from harness.workers import Limits, Ran, ReferenceFailed, Workers
 from impls.spec import STAGES
 
-NAMED = (*IMPLEMENTATIONS, *LIBRARIES, *TILED, "hf-sdpa")
+NAMED = (*IMPLEMENTATIONS, *LIBRARIES, *TILED, *CACHED, "hf-sdpa")
 """What --impl can name, and each of IMPLEMENTATIONS with a planted bug."""
 DTYPES = ("float64", "float32")
 ROPES = ("neutral", "model")

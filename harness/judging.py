@@ -44,7 +44,7 @@ from harness.gates import (
     structure,
     tolerance,
 )
-from harness.runners import FUSED, LIBRARIES, PROBES, REFERENCES, Setting, fetch, ours, probe_cases, shown
+from harness.runners import CACHED, FUSED, LIBRARIES, PROBES, REFERENCES, Setting, fetch, ours, probe_cases, shown
 from impls import numpy_attention
 from impls.spec import GRADIENTS
 
@@ -125,7 +125,8 @@ def comparisons(names: Sequence[str], settings: Sequence[Setting]) -> Iterator[C
                 yield from (Comparison(name, OWN, setting) for name in names)  # neutral RoPE has no stage of its own
             yield from (Comparison(name, TRUTH, setting) for name in [LAYER, *names])
             yield from (Comparison(name, LAYER, setting) for name in names)
-            pairs = itertools.combinations([name for name in names if ours(name) and name not in REFERENCES], 2)
+            peers = [name for name in names if ours(name) and (name not in REFERENCES or name in CACHED)]
+            pairs = itertools.combinations(peers, 2)
             yield from (Comparison(name, other, setting) for name, other in pairs)
     if any(setting.dtype == "float32" for setting in settings):
         probed = [name for name in names if name not in REFERENCES]
@@ -536,6 +537,8 @@ def _unseen(name: str, results: Iterable[Judged]) -> str | None:
     """Which stages and gradients an implementation did not show."""
     if ours(name):
         missing = [entry for entry in NAMES if entry not in shown(name)]
+        if name in CACHED:
+            return "scores, all gradients: decoding computes no score of a later key, and goes forward alone"
         return f"{', '.join(missing)}: a fused kernel does not show them" if missing else None
     seen = {each.stage for result in results if result.comparison.name == name for each in result.findings}
     if not seen:

@@ -6,20 +6,25 @@ Nothing is recomputed here: a `TorchFunctionMode` sees what the layer's code pas
 The same adapter runs on transformers 4.51 (the first with Qwen3) to the pinned release.
 """
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
+from transformers.cache_utils import DynamicCache
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RotaryEmbedding
 
-from impls.spec import STAGES, WEIGHTS, AttentionConfig
+from impls.spec import STAGES, WEIGHTS, AttentionConfig, steps
 from impls.torch_attention import array, tensor
 
 Array = np.ndarray
 PER_HEAD = {stage.name for stage in STAGES if stage.shape in ("BTNH", "BSKH")}
+_KNOWN = inspect.signature(Qwen3Attention.forward).parameters.keys()
+PAST = next(name for name in ("cache", "past_key_values", "past_key_value") if name in _KNOWN)
+"""What the layer calls its key/value cache: the releases differ."""
 CASTS_TO_FLOAT32 = {"eager": 3, "sdpa": 2}
 """Its two RMSNorms cast to float32, and its eager softmax: these are undone to run the layer in true float64."""
 
@@ -60,19 +65,45 @@ def run(
     return {name: array(value) for name, value in trace.items()}
 
 
+def decode(
+    weights: Mapping[str, Array], inputs: Mapping[str, Array], config: AttentionConfig, device: str = "cpu"
+) -> Iterator[dict[str, Array]]:
+    """The stages of each step of the eager layer with its own `DynamicCache`: half of the tokens, then one by one."""
+    layer = attention(weights, config, "eager").to(device)
+    x, cos, sin = (tensor(inputs[name], device) for name in ("hidden_states", "cos", "sin"))
+    cache, T = DynamicCache(), x.shape[1]
+    given = inputs.get("attention_mask")
+    mask = causal_mask(x) if given is None else tensor(given, device)
+    for new in steps(T):
+        recorder = Recorder(config)
+        with recorder.attached(layer), recorder:
+            tables = cos[:, new], sin[:, new]
+            output = layer(
+                hidden_states=x[:, new],
+                position_embeddings=tables,
+                attention_mask=mask[:, :, new, : new.stop],
+                **{PAST: cache},
+                cache_position=torch.arange(new.start, new.stop),
+            )[0]
+        stages = {**recorder.stages, "output": output}
+        del stages["scores"]  # of the square's other rows there are none
+        yield {name: array(recorder.by_token(name, value.detach())) for name, value in stages.items()}
+
+
+def causal_mask(x: torch.Tensor) -> torch.Tensor:
+    """3.10 as the model passes it for tokens [B,T,D]: [1,1,T,S], additive, with the most negative finite number."""
+    T = x.shape[1]
+    return torch.full((T, T), torch.finfo(x.dtype).min, dtype=x.dtype, device=x.device).triu(1)[None, None]
+
+
 def call(
     layer: torch.nn.Module, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention_mask: Array | None = None
 ) -> torch.Tensor:
     """The layer's forward as the model calls it: [B,T,D] -> [B,T,D]; the mask [B,1,T,S] where a batch is padded.
 
-    The causal mask is passed as the model passes it, additive and with the most negative finite number: `None` would
-    not be causal under eager, and a boolean mask would be added.
+    Without a mask the eager layer would not be causal, and it would add a boolean one.
     """
-    T = x.shape[1]
-    if attention_mask is None:
-        mask = torch.full((T, T), torch.finfo(x.dtype).min, dtype=x.dtype, device=x.device).triu(1)[None, None]
-    else:
-        mask = tensor(attention_mask, x.device.type)
+    mask = causal_mask(x) if attention_mask is None else tensor(attention_mask, x.device.type)
     output = layer(hidden_states=x, position_embeddings=(cos, sin), attention_mask=mask)[0]
     return output
 

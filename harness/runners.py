@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO, NamedTuple, cast
@@ -34,37 +34,42 @@ from safetensors.numpy import load_file, save_file
 
 from harness.case import BadInput, Case, read_case, write_tensors
 from harness.environment import SIGNIFICAND, matmul_bits
-from harness.gates import probes
+from harness.gates import letters, probes
 from impls.spec import GRADIENTS, STAGES, WEIGHTS, AttentionConfig, Observe, keep
 
 Array = np.ndarray
 Trace = dict[str, Array]
+Convert = Callable[[Array], Array]
 Run = Callable[[Mapping[str, Array], Mapping[str, Array], Array, AttentionConfig], Trace]
 
 IMPLEMENTATIONS = ("numpy", "jax", "torch")
 """The three that recompute the layer from the equations."""
 LIBRARIES = ("torch-sdpa", "jax-dpa")
 """The same with 3.5 to 3.11 left to the framework's own attention."""
-TILED = ("numpy-tiled",)
+TILED = ("numpy-tiled", "jax-tiled")
 """The same with 3.5 to 3.11 computed tile by tile, in memory linear in T."""
-REFERENCES = ("hf-eager", "hf-sdpa")
-"""Hugging Face's own layer: eager, the truth in float64, and with PyTorch's fused attention."""
+CACHED = ("numpy-cache", "jax-cache", "torch-cache", "hf-cache")
+"""The layer's forward with a key/value cache: half of the tokens together, then one by one."""
+REFERENCES = ("hf-eager", "hf-sdpa", "hf-cache")
+"""Hugging Face's own layer: eager, the truth in float64; with PyTorch's fused attention; eager, with its own cache."""
 FUSED = (*LIBRARIES, *TILED, "hf-sdpa")
 """Those that show no scores and no probabilities."""
 
 _UNSEEN = {"scores", "masked_scores", "probs", "d_scores", "d_masked_scores", "d_probs"}
+_BEYOND_DECODING = {"scores", *GRADIENTS}
 
 
 def ours(name: str) -> bool:
     """Whether this project runs it, perhaps with a bug planted ("numpy:eps_1e-5"); else it is somebody's own."""
-    return name.partition(":")[0] in (*IMPLEMENTATIONS, *LIBRARIES, *TILED, *REFERENCES)
+    return name.partition(":")[0] in (*IMPLEMENTATIONS, *LIBRARIES, *TILED, *CACHED, *REFERENCES)
 
 
 def shown(name: str) -> list[str]:
-    """The entries that a trace must have: all, less what a fused kernel never holds; of somebody's own, the output."""
+    """The entries that a trace must have: all, less what a fused kernel never holds, or decoding never computes; of
+    somebody's own, the output."""
     if not ours(name):
         return ["output"]
-    hidden = _UNSEEN if name in FUSED else set()
+    hidden = _UNSEEN if name in FUSED else _BEYOND_DECODING if name in CACHED else set()
     return [entry for entry in [*(stage.name for stage in STAGES), *GRADIENTS] if entry not in hidden]
 
 
@@ -157,6 +162,8 @@ def load(name: str, device: str = "cpu") -> Loaded:
         from impls import numpy_tiled
 
         return Loaded(functools.partial(run_numpy, page=numpy_tiled), matmul_numpy)
+    if framework == "numpy-cache":
+        return Loaded(run_numpy_cache, matmul_numpy)
     return _load_jax(framework, device) if framework.startswith("jax") else _load_torch(framework, device)
 
 
@@ -168,29 +175,80 @@ def run_numpy(
     observe: Observe = keep,
     page: ModuleType | None = None,
 ) -> Trace:
-    """The forward and backward of the NumPy page, or of another one, with every observed value kept.
-
-    bfloat16 and float16 are float32 arithmetic of which every observed value is rounded, as where Hugging Face rounds.
-    """
+    """The forward and backward of the NumPy page, or of another one, with every observed value kept."""
     if page is None:
         from impls import numpy_attention
 
         page = numpy_attention
-    short = d_output.dtype if d_output.dtype.itemsize == 2 else None
-    if short:
-        weights, inputs = (
-            {name: value.astype(np.float32) for name, value in each.items()} for each in (weights, inputs)
-        )
     trace: Trace = {}
+    with rounding_to(d_output.dtype) as (given, rounded):
 
-    def record(name: str, value: Array) -> Array:
-        trace[name] = observe(name, value) if short is None else observe(name, value).astype(short)
-        return trace[name] if short is None else trace[name].astype(np.float32)
+        def record(name: str, value: Array) -> Array:
+            trace[name] = rounded(observe(name, value))
+            return given(trace[name])
 
-    beyond_float16 = np.errstate(over="ignore", invalid="ignore")
-    with beyond_float16 if short else contextlib.nullcontext():
+        weights, inputs = ({name: given(value) for name, value in each.items()} for each in (weights, inputs))
         _, cache = page.forward(weights, inputs, config, record)
-        page.backward(d_output.astype(np.float32) if short else d_output, cache, record)
+        page.backward(given(d_output), cache, record)
+    return trace
+
+
+def run_numpy_cache(
+    weights: Mapping[str, Array], inputs: Mapping[str, Array], d_output: Array, config: AttentionConfig
+) -> Trace:
+    """The NumPy page's forward with a key/value cache; every observed value is kept, the pieces of a stage joined."""
+    from impls import numpy_cache
+
+    pieces: list[Trace] = [{}]
+    with rounding_to(d_output.dtype) as (given, rounded):
+
+        def record(name: str, value: Array) -> Array:
+            if name in pieces[-1]:
+                pieces.append({})
+            pieces[-1][name] = rounded(value)
+            return given(pieces[-1][name])
+
+        weights, inputs = ({name: given(value) for name, value in each.items()} for each in (weights, inputs))
+        numpy_cache.decode(weights, inputs, config, record)
+    return joined(pieces)
+
+
+@contextlib.contextmanager
+def rounding_to(dtype: np.dtype) -> Iterator[tuple[Convert, Convert]]:
+    """How NumPy computes in a dtype: what turns an array into one to compute with, and a result into what is kept.
+
+    bfloat16 and float16 are float32 arithmetic of which every observed value is rounded, as where Hugging Face rounds.
+    """
+    if dtype.itemsize > 2:
+        yield (lambda x: x), (lambda x: x)
+        return
+    with np.errstate(over="ignore", invalid="ignore"):  # float16's largest number
+        yield (lambda x: x.astype(np.float32)), (lambda x: x.astype(dtype))
+
+
+def decoding(decode: Callable[..., Iterable[Trace]], place: str) -> Run:
+    """A `run` from what yields the stages of each step: forward alone."""
+
+    def run(weights: Mapping[str, Array], inputs: Mapping[str, Array], _: Array, config: AttentionConfig) -> Trace:
+        return joined(decode(weights, inputs, config, place))
+
+    return run
+
+
+def joined(pieces: Iterable[Mapping[str, Array]]) -> Trace:
+    """The stages of all tokens from those of each step: keys that came later have no weight in its rows."""
+    steps = list(pieces)
+    S = sum(step["output"].shape[1] for step in steps)
+
+    def whole(name: str, value: Array) -> Array:
+        room = np.full((*value.shape[:-1], S - value.shape[-1]), -np.inf if name == "masked_scores" else 0, value.dtype)
+        return np.concatenate([value, room], axis=-1)
+
+    trace = {}
+    for name in steps[0]:
+        rows = letters(name).endswith("TS")
+        values = [whole(name, step[name]) if rows else step[name] for step in steps]
+        trace[name] = np.concatenate(values, axis=2 if rows else 1)
     return trace
 
 
@@ -202,7 +260,7 @@ def matmul_numpy(a: Array, b: Array) -> Array:
 def _load_jax(name: str, device: str) -> Loaded:
     import jax
 
-    from impls import jax_attention, jax_dpa
+    from impls import jax_attention, jax_cache, jax_dpa, jax_tiled
 
     device = _device(name, device, any(each.platform == "gpu" for each in jax.devices()))
     place = jax.devices(device)[0]
@@ -211,7 +269,8 @@ def _load_jax(name: str, device: str) -> Loaded:
         with jax.enable_x64(True):
             return np.asarray(jax_attention.matmul(*jax.device_put((a, b), place)))
 
-    run = functools.partial((jax_dpa if name == "jax-dpa" else jax_attention).run, device=device)
+    page = {"jax-dpa": jax_dpa, "jax-tiled": jax_tiled}.get(name, jax_attention)
+    run = decoding(jax_cache.decode, device) if name == "jax-cache" else functools.partial(page.run, device=device)
     return Loaded(run, matmul, device, place.device_kind if device == "gpu" else None)
 
 
@@ -219,7 +278,7 @@ def _load_torch(name: str, device: str) -> Loaded:
     """A PyTorch implementation, or Hugging Face's layer."""
     import torch
 
-    from impls import torch_attention, torch_sdpa
+    from impls import torch_attention, torch_cache, torch_sdpa
 
     device = _device(name, device, torch.cuda.is_available())
     place = "cuda" if device == "gpu" else "cpu"
@@ -227,13 +286,15 @@ def _load_torch(name: str, device: str) -> Loaded:
     def matmul(a: Array, b: Array) -> Array:
         return torch_attention.array(torch_attention.tensor(a, place) @ torch_attention.tensor(b, place))
 
-    run: Run
     if name.startswith("torch"):
-        run = functools.partial((torch_sdpa if name == "torch-sdpa" else torch_attention).run, device=place)
+        whole = functools.partial((torch_sdpa if name == "torch-sdpa" else torch_attention).run, device=place)
+        run = decoding(torch_cache.decode, place) if name == "torch-cache" else whole
     else:
         from harness import reference
 
-        run = functools.partial(reference.run, attn_implementation=name.removeprefix("hf-"), device=place)
+        kind = name.removeprefix("hf-")
+        layer = functools.partial(reference.run, attn_implementation=kind, device=place)
+        run = decoding(reference.decode, place) if kind == "cache" else layer
     return Loaded(run, matmul, device, torch.cuda.get_device_name(0) if device == "gpu" else None)
 
 

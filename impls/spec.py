@@ -7,7 +7,7 @@ Dimension key, used in names (`q_BTNH`), shapes and docstrings:
     S  key positions                                             G  query heads per key/value head, N / K
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -117,6 +117,14 @@ GRADIENTS: dict[str, str] = {
     "d_o_proj.weight": "3.12",
 }
 """Every gradient of a trace, in the order of the backward, and the equation that it undoes; `d_output` is given."""
+
+
+def steps(tokens: int) -> Iterator[slice]:
+    """Which tokens come together where keys and values are cached: the first half, the prompt, then each by itself."""
+    prompt = max(1, tokens // 2)
+    yield slice(0, prompt)
+    yield from (slice(t, t + 1) for t in range(prompt, tokens))
+
 
 Observe = Callable[[str, Any], Any]
 """`observe(name, value) -> value`: sees every stage as it arises, and may replace it (noise, rounding, taps)."""

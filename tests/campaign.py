@@ -236,6 +236,7 @@ def campaign() -> Tally:
     """Everything, on two processes; says how far it is on standard error."""
     jobs: list[Stratum | Shape] = [*REDUCED, FULL[0], *strata()]
     random.Random(0).shuffle(jobs)  # so that what is done so far is of every kind
+    jobs.sort(key=lambda job: isinstance(job, Stratum) and job.shape not in FULL)  # what takes longest comes first
     os.environ |= environment(ROOT, "cpu")  # as the command's own processes have it
     whole, start = Tally(), time.monotonic()
     with get_context("spawn").Pool(2, maxtasksperchild=40) as pool:
