@@ -336,17 +336,25 @@ class Worker:
     (seconds, matmul_bits, printed), unusable (message), failed (error, perhaps a name), exit (error: why it ended).
     """
 
-    def __init__(self, names: Sequence[str], device: str, events: "queue.SimpleQueue[tuple[Worker, dict[str, Any]]]"):
+    def __init__(
+        self,
+        names: Sequence[str],
+        device: str,
+        events: "queue.SimpleQueue[tuple[Worker, dict[str, Any]]]",
+        module: str = "harness.runners",
+        variables: Mapping[str, str] | None = None,
+    ):
+        """`module` is what it runs; its environment's `variables` are those of `environment` by default."""
         self.names, self.events = tuple(names), events
         self.log = unnamed_file()
         root = Path(__file__).resolve().parent.parent
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "harness.runners", device, *names],
+            [sys.executable, "-m", module, device, *names],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,
             text=True,
-            env=environment(root, device),
+            env=environment(root, device) if variables is None else dict(variables),
             start_new_session=True,  # Ctrl-C reaches the command alone, which then ends its workers
         )
         self.listener = threading.Thread(target=self._listen, daemon=True)
@@ -426,8 +434,8 @@ def main(arguments: Sequence[str]) -> int:
         signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM}
     )  # the command started it with both blocked
     device, *names = arguments
-    say, printed = _speaker()
-    jobs = _jobs()
+    say, printed = speaker()
+    jobs = jobs_asked()
     if names[0] not in REFERENCES:
         give_way()
     try:
@@ -445,7 +453,7 @@ def main(arguments: Sequence[str]) -> int:
         say("unusable", message=str(error))
     except Exception as error:
         traceback.print_exc()
-        say("failed", error=_line(error))
+        say("failed", error=one_line(error))
         return 1
     return 0
 
@@ -477,10 +485,10 @@ def work(job: Mapping[str, Any], loaded: Mapping[str, Loaded], say: Callable[...
             trace, written = _run(name, loaded[name].run, given(case, setting, Path(job["scratch"])), case.config)
         except Exception as error:
             if setting.dtype == "float64" and not ours(name):  # it need not
-                say("refused", name=name, setting=setting, error=_line(error))
+                say("refused", name=name, setting=setting, error=one_line(error))
                 continue
             traceback.print_exc()
-            say("failed", name=name, error=_line(error))
+            say("failed", name=name, error=one_line(error))
             del seconds[name]
             continue
         if written:
@@ -489,7 +497,7 @@ def work(job: Mapping[str, Any], loaded: Mapping[str, Loaded], say: Callable[...
             files = _keep(trace, name, setting, case.layer, job)
         except (OSError, SafetensorError) as error:
             if not ours(name):  # it may have lowered its own limits
-                say("failed", name=name, error=f"its trace cannot be written ({_line(error)})")
+                say("failed", name=name, error=f"its trace cannot be written ({one_line(error)})")
                 del seconds[name]
                 continue
             raise Unusable(f"--out: a trace cannot be written ({error}); make room or choose another") from error
@@ -532,12 +540,12 @@ def trace_file(name: str, layer: int, setting: Setting) -> str:
     return re.sub(r"[^\w.-]+", "-", f"{name}.layer{layer}.{setting.label}.safetensors")
 
 
-def _line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     """An exception in one line."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
-def _jobs() -> "queue.SimpleQueue[str]":
+def jobs_asked() -> "queue.SimpleQueue[str]":
     """The lines of standard input. When it ends, the command is gone, and so is this process, whatever it is doing."""
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
 
@@ -558,7 +566,7 @@ def _lines(file: BinaryIO) -> list[str]:
     return [lines[0], str(len(lines))] if lines else []
 
 
-def _speaker() -> tuple[Callable[..., None], BinaryIO]:
+def speaker() -> tuple[Callable[..., None], BinaryIO]:
     """Events go to what was standard output; whatever else is printed there, to a file."""
     events, printed = os.fdopen(os.dup(1), "w"), unnamed_file()
     os.dup2(printed.fileno(), 1)
