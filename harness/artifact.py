@@ -6,10 +6,13 @@ The evidence is one flat list of rows (`checks`); a new gate adds rows, not sche
 import json
 import math
 import os
+import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from harness.files import parse
 
 SCHEMA_VERSION = 1
 
@@ -63,9 +66,13 @@ def write(document: Mapping[str, Any], path: str | Path) -> None:
 
     Rows may be `Row`s or dicts and take one line each. Values are plain Python: NumPy's raise TypeError, NaN and
     infinity ValueError. Whatever fails, the last good artifact stays as it was and no temporary file is left.
+    Into a pipe or a device, such as /dev/stdout, it is written as it stands.
     """
-    path = Path(path)
+    path = Path(path).resolve()  # of a link, what it points at
     text = dumps(document)
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(
         "w", encoding="utf-8", errors="backslashreplace", dir=path.parent, prefix=f".{path.name}.", delete=False
@@ -102,9 +109,12 @@ def encode(value: Any, indent: int | None = None) -> str:
 
 def read(path: str | Path) -> dict[str, Any]:
     """The artifact at `path`. Raises OSError where there is none, ValueError where it is not one JSON object."""
-    document = json.loads(Path(path).read_text(encoding="utf-8"))
+    path = Path(path)
+    if path.exists() and not path.is_file():  # to open a pipe is to wait
+        raise ValueError("a folder or a device, where a file should be")
+    document = parse(path.read_bytes())
     if not isinstance(document, dict):
-        raise ValueError(f"{path} is not an artifact: it holds no JSON object")
+        raise ValueError("it holds no JSON object")
     return document
 
 
@@ -146,11 +156,13 @@ SCHEMA: dict[str, Any] = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
     "title": "attention-check artifact",
     **record(
+        optional=("traces",),
         schema_version={"const": SCHEMA_VERSION},
         date={"type": "string", "pattern": r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|\+00:00)$"},  # UTC
         command=TEXT,
         model=TEXT,
         layers=array(INDEX),
+        traces={"type": "string", "pattern": r"^traces(/[\w-][\w.-]*)?$"},  # where they lie, beside the artifact
         batch_size=COUNT,
         seq_len=COUNT,
         setting=record(input=TEXT, rope=ROPE, dtype=DTYPE),  # of the headline figures, also those of `frameworks`
@@ -231,4 +243,43 @@ SCHEMA: dict[str, Any] = {
         ),
     ),
 }
-"""JSON Schema, draft 2020-12. Tests hold artifacts to it; a run does not, since thousands of rows take seconds."""
+"""JSON Schema, draft 2020-12. Tests hold artifacts to it with a library for that, a run what it reads with `fault`."""
+
+KINDS: dict[type, set[str]] = {
+    dict: {"object"}, list: {"array"}, str: {"string"}, bool: {"boolean"}, type(None): {"null"},
+    int: {"integer", "number"}, float: {"number"},
+}  # fmt: skip
+
+
+def fault(value: Any, schema: Mapping[str, Any] = SCHEMA, where: str = "it") -> str | None:
+    """Where and how parsed JSON differs from a schema of the keywords used here, in words; None where it does not."""
+    if options := schema.get("anyOf"):
+        faults = [fault(value, option, where) for option in options]
+        return faults[0] if all(faults) else None
+    kinds = schema.get("type", ())
+    kinds = {kinds} if isinstance(kinds, str) else set(kinds)
+    if kinds and not kinds & KINDS[type(value)]:
+        return f"{where} is no {' or '.join(sorted(kinds))}"
+    allowed = [schema["const"]] if "const" in schema else schema.get("enum")
+    if allowed and not any(type(value) is type(each) and value == each for each in allowed):  # true is not 1
+        return f"{where} is not {' or '.join(map(str, allowed))}"
+    if "minimum" in schema and value < schema["minimum"]:
+        return f"{where} is below {schema['minimum']}"
+    if "pattern" in schema and not re.search(schema["pattern"], value):
+        return f"{where} does not match {schema['pattern']}"
+    return next(filter(None, faults_inside(value, schema, where)), None)
+
+
+def faults_inside(value: Any, schema: Mapping[str, Any], where: str) -> Iterator[str | None]:
+    """What `fault` says of the items of an array, or of the members of an object."""
+    if isinstance(value, list) and "items" in schema:
+        yield from (fault(each, schema["items"], f"{where}[{i}]") for i, each in enumerate(value))
+    if isinstance(value, dict):
+        at = "" if where == "it" else f"{where}."
+        yield from (f"{at}{name} is missing" for name in schema.get("required", ()) if name not in value)
+        known, others = schema.get("properties", {}), schema.get("additionalProperties", True)
+        for name, each in value.items():
+            if name in known or isinstance(others, dict):
+                yield fault(each, known.get(name, others), f"{at}{name}")
+            elif not others:
+                yield f"{at}{name} is unknown"

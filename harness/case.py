@@ -15,10 +15,12 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+import shutil
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ import ml_dtypes  # also teaches safetensors' NumPy reader bfloat16
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from harness.files import header_length, is_number, is_whole, nearest, parse, read_header
 from impls.spec import WEIGHTS, AttentionConfig, weight_shapes
 
 Array = np.ndarray
@@ -47,7 +50,9 @@ class BadInput(ValueError):
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__(" ".join(message.split()))
+        line = " ".join(message[:100_000].split())
+        line = line if len(line) < 1500 else f"{line[:1000]} … {line[-400:]}"
+        super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))
 
 
 @dataclass(frozen=True, eq=False)
@@ -319,6 +324,46 @@ def write_tensors(path: Path, tensors: Mapping[str, Array], metadata: Mapping[st
         raise BadInput(f"{path}: cannot be written ({error.strerror}); choose another directory") from error
 
 
+@contextmanager
+def staged(directory: Path) -> Iterator[Path]:
+    """A folder for files that are to lie in `directory`: they move there at the end, or are gone where it raises.
+
+    So that of several files, all are written or none; it is made when the first of them is. Raises BadInput.
+    """
+    made = [each for each in (directory, *directory.parents) if not each.exists()]
+    stage = directory / f".new-{os.getpid()}"
+    for left in directory.glob(".new-*"):  # by a process that was killed, or was of our number
+        if left == stage or not alive(left.name.removeprefix(".new-")):
+            shutil.rmtree(left, ignore_errors=True)
+    try:
+        yield stage
+        files = sorted(stage.iterdir()) if stage.exists() else []
+        for path in files:
+            if (directory / path.name).is_dir():
+                raise BadInput(f"{directory / path.name}: cannot be written (it is a folder); choose another directory")
+        for path in files:
+            path.replace(directory / path.name)
+        made = []
+    except BadInput as error:
+        raise BadInput(str(error).replace(f"{stage}", f"{directory}")) from error
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+        for each in made:
+            with suppress(OSError):  # not there, or not empty
+                each.rmdir()
+
+
+def alive(process: str) -> bool:
+    """Whether a process of this number runs (or cannot be asked)."""
+    try:
+        os.kill(int(process), 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError, ValueError):
+        pass
+    return True
+
+
 def seeded_case(
     directory: Path,
     seed: int = 0,
@@ -383,14 +428,12 @@ def read_inputs(case: Case, paths: Mapping[str, Path]) -> Case:
     for name, path in paths.items():
         arrays, metadata = read_tensors(path, ("hidden_states", "cos", "sin", "d_output"), optional=["attention_mask"])
         made[name] = read_json(metadata.get("source"), f"{path}: metadata 'source'")
-        if not is_whole(made[name].get("seed", 0), 0):
-            raise BadInput(f"{path}: made from the seed {made[name]['seed']!r}, which is none; export it again")
         if made[name].get("theta") != case.theta:
             raise BadInput(
                 f"{path}: made for theta {made[name].get('theta')}, the layer has {case.theta}; export it again"
             )
         B, T = (*arrays["hidden_states"].shape, 0, 0)[:2]
-        if B < 1 or T < 1:
+        if arrays["hidden_states"].ndim != 3 or B < 1 or T < 1:
             raise BadInput(f"{path}: hidden_states has shape {list(arrays['hidden_states'].shape)}; expected [B, T, D]")
         D, H = case.config.hidden_size, case.config.head_dim
         sizes = {"hidden_states": (B, T, D), "cos": (B, T, H), "sin": (B, T, H), "d_output": (B, T, D)}
@@ -398,8 +441,22 @@ def read_inputs(case: Case, paths: Mapping[str, Path]) -> Case:
             key: check_tensor(array, key, sizes.get(key, (B, T)), str(path)) for key, array in arrays.items()
         }
         check_padding(inputs[name], str(path))
+        check_made(made[name], inputs[name], str(path))
     digests = {name: sha256(path) for name, path in paths.items()}
     return replace(case, inputs=inputs, made=made, sha256=case.sha256 | digests, paths={**case.paths, **paths})
+
+
+def check_made(made: Mapping[str, Any], inputs: Arrays, where: str) -> None:
+    """Raises BadInput where an input's metadata say what it cannot be; the report shows them beside it."""
+    B, T, _ = inputs["hidden_states"].shape
+    seed, tokens = made.get("seed", 0), made.get("tokens", [""] * T)
+    if not is_whole(seed, 0):
+        raise BadInput(f"{where}: made from the seed {seed!r}, which is none; export it again")
+    if not isinstance(tokens, list) or len(tokens) != T or not all(isinstance(token, str) for token in tokens):
+        raise BadInput(f"{where}: metadata 'source' has other tokens than one text for each position; export it again")
+    absent = 1 - inputs.get("attention_mask", np.ones((B, T)))
+    if "left_pad" in made and (made["left_pad"] != absent.sum(axis=1).tolist() or made.get("seq_len") != T):
+        raise BadInput(f"{where}: metadata 'source' has another left_pad than attention_mask; export it again")
 
 
 def check_padding(inputs: Arrays, where: str) -> None:
@@ -416,19 +473,31 @@ def check_padding(inputs: Arrays, where: str) -> None:
 
 
 @contextmanager
-def open_tensors(path: Path) -> Iterator[Any]:
+def open_tensors(path: Path, way_out: str = "export it again") -> Iterator[Any]:
     """A safetensors file to read from; whatever makes it unreadable becomes a BadInput."""
     try:
-        with path.open("rb"):  # says better than the library why it cannot
-            pass
-        with safe_open(path, framework="numpy") as file:
-            yield file
+        if path.exists() and not path.is_file():  # to open a pipe is to wait
+            raise BadInput(f"{path}: a folder or a device, where a file should be; {way_out}")
+        with path.open("rb") as opened:
+            size = opened.seek(0, os.SEEK_END)
+            opened.seek(0)
+            header = read_header(opened.read(header_length(opened.read(8), size)), size)
+        for name, tensor in header.tensors.items():
+            if tensor.dtype is None:
+                raise BadInput(f"{path}: {name} holds numbers of a kind that NumPy lacks; {way_out}")
     except FileNotFoundError as error:
         raise BadInput(f"{path}: no such file") from error
     except OSError as error:
-        raise BadInput(f"{path}: cannot be read ({error.strerror or error})") from error
-    except (SafetensorError, AttributeError, TypeError) as error:  # the last two: a dtype NumPy lacks
-        raise BadInput(f"{path}: not a readable safetensors file ({error})") from error
+        raise BadInput(f"{path}: cannot be read ({error.strerror}); make it readable, or give another") from error
+    except BadInput:
+        raise
+    except ValueError as error:
+        raise BadInput(f"{path}: not a readable safetensors file ({error}); {way_out}") from error
+    try:
+        with safe_open(path, framework="numpy") as file:
+            yield file
+    except (OSError, SafetensorError, TypeError) as error:
+        raise BadInput(f"{path}: not a readable safetensors file ({error}); {way_out}") from error
 
 
 def read_tensors(path: Path, names: Iterable[str], optional: Collection[str] = ()) -> tuple[Arrays, dict[str, str]]:
@@ -438,12 +507,14 @@ def read_tensors(path: Path, names: Iterable[str], optional: Collection[str] = (
     """
     with open_tensors(path) as file:
         found, expected = set(file.keys()), set(names)
+        if any(".self_attn." in name for name in found):
+            raise BadInput(f"{path}: a checkpoint's file; give the checkpoint's directory")
         for what, wrong in (("lacks", expected - found), ("also holds", found - expected - set(optional))):
             if wrong:
                 some, all_ = ", ".join(sorted(wrong)[:6]), ", ".join(sorted(expected))
-                raise BadInput(
-                    f"{path}: {what} {some}; expected exactly {all_} (a checkpoint is given by its directory)"
-                )
+                near = nearest(min(wrong), found - expected) if what == "lacks" else None
+                hint = f" (it holds {near})" if near else ""
+                raise BadInput(f"{path}: {what} {some}{hint}; expected exactly {all_}; export it again")
         wanted = [name for name in (*names, *optional) if name in found]
         return {name: file.get_tensor(name) for name in wanted}, file.metadata() or {}
 
@@ -472,42 +543,48 @@ def check_tensor(value: Array, name: str, shape: tuple[int, ...], where: str) ->
     return value if value.dtype == np.float64 else value.astype(np.float32, copy=False)
 
 
+FIELD: dict[Any, tuple[Callable[[Any], bool], str]] = {
+    int: (partial(is_whole, least=1), "a whole number of at least 1"),
+    float: (is_number, "a number"),
+    bool: (lambda value: isinstance(value, bool), "true or false"),
+}
+"""What a field of this type of a configuration must be; true and false are no numbers, though Python takes them for 1
+and 0."""
+
+
 def layer_config(given: Mapping[str, Any], where: str) -> tuple[AttentionConfig, float]:
     """The configuration and theta in Hugging Face's fields. Raises BadInput where one is missing or impossible."""
     if given.get("model_type") != "qwen3":
         raise BadInput(f"{where}: model_type is {given.get('model_type')!r}; only 'qwen3' layers can be compared")
+    kinds = {field.name: field.type for field in fields(AttentionConfig)}
+    known = {field.name: field.default for field in fields(AttentionConfig) if field.default is not MISSING} | {**given}
+    for name, kind in {**kinds, "rope_theta": float}.items():
+        if name not in known:
+            raise BadInput(f"{where}: the configuration lacks {name}")
+        fits, what = FIELD[kind]
+        if not fits(known[name]):
+            raise BadInput(f"{where}: the configuration is unusable: {name} is {known[name]!r}; it must be {what}")
     try:
-        config = AttentionConfig(**{field.name: given[field.name] for field in fields(AttentionConfig)})
-        theta = float(given["rope_theta"])
-    except KeyError as error:
-        raise BadInput(f"{where}: the configuration lacks {error}") from error
-    except (OverflowError, TypeError, ValueError) as error:
+        config = AttentionConfig(**{name: known[name] for name in kinds})
+    except ValueError as error:
         raise BadInput(f"{where}: the configuration is unusable: {error}") from error
-    if not 0 < theta < math.inf:
-        raise BadInput(f"{where}: rope_theta is {theta}; it must be a positive number")
-    return config, theta
+    theta = given["rope_theta"]
+    if theta < 1:
+        raise BadInput(f"{where}: rope_theta is {theta}; it must be a number of at least 1")
+    return config, float(theta)
 
 
-def read_json(text: str | bytes | None, where: str) -> dict[str, Any]:
+def read_json(text: str | bytes | None, where: str, way_out: str = "export it again") -> dict[str, Any]:
     """A JSON object, else BadInput."""
     if text is None:
         raise BadInput(f"{where} is missing; write the file with python -m harness.export")
-
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is no JSON number")
-
     try:
-        value = json.loads(text, parse_constant=refuse)
-    except (ValueError, RecursionError) as error:
-        raise BadInput(f"{where} is not JSON: {error}") from error
+        value = parse(text)
+    except ValueError as error:
+        raise BadInput(f"{where} cannot be read as JSON: {error}; {way_out}") from error
     if not isinstance(value, dict):
-        raise BadInput(f"{where} is not a JSON object")
+        raise BadInput(f"{where} is not a JSON object; {way_out}")
     return value
-
-
-def is_whole(value: Any, least: int) -> bool:
-    """A whole number of at least this."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def sha256(path: Path) -> str:

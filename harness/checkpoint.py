@@ -7,45 +7,22 @@
 Nothing but JSON and safetensors is read: no pickle, no code from a checkpoint. `harness.hub` has the same for the hub.
 """
 
-import math
 import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import ml_dtypes
 import numpy as np
 
-from harness.case import Array, BadInput, is_whole, read_json
+from harness.case import Array, BadInput, read_json
+from harness.files import Header, Tensor, header_length, read_header, small
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-LONGEST_HEADER = 100_000_000  # bytes; the safetensors library's own limit
 EMPTY = memoryview(b"")
-DTYPES: dict[str, Any] = {
-    "F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": ml_dtypes.bfloat16, "BOOL": "?",
-    "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2,
-    "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "i1", "U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "u1",
-}  # fmt: skip
 
 Piece = tuple[bytes | bytearray, int]
 """Some bytes of a file, and the whole file's size."""
-
-
-class Tensor(NamedTuple):
-    """Where a tensor lies, in bytes from its file's start, its shape and its dtype (None: one that NumPy lacks)."""
-
-    start: int
-    stop: int
-    shape: tuple[int, ...]
-    dtype: np.dtype | None
-
-
-class Header(NamedTuple):
-    """A safetensors header, checked, and its file's size in bytes."""
-
-    tensors: dict[str, Tensor]
-    size: int
 
 
 class Checkpoint:
@@ -73,10 +50,7 @@ class Checkpoint:
 
     def json(self, text: bytes, file: str) -> dict[str, Any]:
         """The JSON object in this text of a file."""
-        try:
-            return read_json(text, f"{self.where}/{file}")
-        except BadInput as error:
-            raise BadInput(f"{error}; {self.way_out}") from error
+        return read_json(text, f"{self.where}/{file}", self.way_out)
 
     # -------------------------------------------------------------------------------------------------------- tensors
 
@@ -152,42 +126,28 @@ class Checkpoint:
         """The file's header, read once and checked; None where there is no such file."""
         if file not in self.headers:
             first = self.read(file, 0, 8)
-            self.headers[file] = None if first is None else self.read_header(file, *first)
+            self.headers[file] = None if first is None else self.check_header(file, *first)
         return self.headers[file]
 
-    def read_header(self, file: str, first: bytes | bytearray, size: int) -> Header:
-        """The header after these 8 bytes: each tensor in bounds, of its shape's size, without gap, overlap or rest."""
-        length = int.from_bytes(first, "little")
-        if not 2 <= length <= min(LONGEST_HEADER, size - 8):
-            raise self.unreadable(file, f"a header of {length:,} bytes, in a file of {size:,}")
+    def check_header(self, file: str, first: bytes | bytearray, size: int) -> Header:
+        """The header after these 8 bytes, checked."""
+        try:
+            length = header_length(first, size)
+        except ValueError as error:
+            raise self.unreadable(file, str(error)) from error
         text, _ = self.read(file, 8, 8 + length) or (b"", 0)
-        entries = self.json(bytes(text), f"{file}: the safetensors header")
-        entries.pop("__metadata__", None)
-        tensors = {}
-        for name, entry in entries.items():
-            try:
-                (start, stop), shape, kind = entry["data_offsets"], entry["shape"], entry["dtype"]
-                known = all(is_whole(number, 0) for number in (start, stop, *shape)) and isinstance(kind, str)
-            except (KeyError, TypeError, ValueError):
-                known = False
-            if not known:
-                raise self.unreadable(file, f"its header's entry of {name}")
-            dtype = np.dtype(DTYPES[kind]) if kind in DTYPES else None
-            if dtype is not None and stop - start != math.prod(shape) * dtype.itemsize:
-                raise self.unreadable(file, f"{name}: {kind} {shape} in {stop - start} bytes")
-            tensors[name] = Tensor(8 + length + start, 8 + length + stop, tuple(shape), dtype)
-        end = 8 + length
-        for name, tensor in sorted(tensors.items(), key=lambda item: item[1][:2]):
-            if tensor.start != end or tensor.stop < end:
-                raise self.unreadable(file, f"{name} lies from {tensor.start} to {tensor.stop}, not from {end}")
-            end = tensor.stop
-        if end != size:
-            raise self.unreadable(file, f"its tensors end at {end} of {size} bytes")
-        return Header(tensors, size)
+        try:
+            return read_header(text, size)
+        except ValueError as error:
+            raise self.unreadable(file, str(error)) from error
 
     def unreadable(self, file: str, why: str) -> BadInput:
         """The error that a file is no safetensors file, or a broken one."""
         return self.bad(f"not a readable safetensors file ({why})", file)
+
+    def locked(self, file: str, error: OSError) -> BadInput:
+        """The error that the system does not let a file be read."""
+        return BadInput(f"{self.where}/{file}: cannot be read ({error.strerror}); make it readable, or give another")
 
     # ---------------------------------------------------------------------------------------------------------- bytes
 
@@ -220,15 +180,21 @@ class Checkpoint:
                 opened.seek(start)
                 data = opened.read(stop - start) if stop <= size else b""
         except OSError as error:
-            raise BadInput(f"{path}: cannot be read ({error.strerror})") from error
+            raise self.locked(file, error) from error
         if len(data) != stop - start:
-            raise BadInput(f"{path}: not a readable safetensors file (it ends at {size} bytes, before {stop})")
+            raise self.unreadable(file, f"it ends at {size} bytes" if size else "it is empty")
         return data, size
 
     def path(self, file: str) -> Path | None:
         """Where the file lies on this machine, None where it does not."""
         path = Path(self.where) / file
-        return path if path.exists() else None
+        try:
+            there, usable = path.exists(), path.is_file()
+        except OSError as error:
+            raise self.locked(file, error) from error
+        if there and not usable:  # to open a pipe is to wait
+            raise self.bad("a folder or a device, where a file should be", file)
+        return path if there else None
 
     def single(self) -> str:
         """The file of a model that is not sharded: model.safetensors, or the only one of its kind that there is."""
@@ -239,9 +205,11 @@ class Checkpoint:
         """All of a small file, None where there is no such file."""
         path = self.path(file)
         try:
-            return None if path is None else path.read_bytes()
+            return None if path is None else small(path)
         except OSError as error:
-            raise BadInput(f"{path}: cannot be read ({error.strerror})") from error
+            raise self.locked(file, error) from error
+        except ValueError as error:
+            raise self.bad(str(error), file) from error
 
     def fetch(self, file: str, start: int, stop: int) -> Piece | None:
         """As `read`, for a file that does not lie on this machine."""

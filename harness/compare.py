@@ -6,6 +6,7 @@ draws the rounding noise while the others import, judges each trace as it lands,
 
 import argparse
 import difflib
+import fcntl
 import itertools
 import os
 import shlex
@@ -15,16 +16,17 @@ import tempfile
 import webbrowser
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 from threadpoolctl import threadpool_limits
 
 from harness import artifact, bugs, environment, exchange
-from harness.case import BadInput
+from harness.case import BadInput, alive, open_tensors
 from harness.document import Layer, assemble, conclude
-from harness.export import Arguments, add_case_arguments, command, open_cases
+from harness.export import Arguments, add_case_arguments, check_layers, command, open_cases, print_any_text
 from harness.judging import LAYER, Judging
 from harness.report import render
 from harness.report.console import Progress, make_console
@@ -68,6 +70,7 @@ exit status: 0 all match, 1 something differs, 2 unusable input or arguments, 3 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit status: 0 all match, 1 something differs, 2 unusable input, 3 did not run."""
     parser = make_parser()
+    print_any_text()
     try:
         options = parser.parse_args(argv)
         if options.list:
@@ -89,6 +92,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ReferenceFailed as error:
         print(f"error: {error}", file=sys.stderr)
         return 3
+    except MemoryError:
+        print("error: this machine has too little memory; choose a smaller --batch or --seq-len", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("interrupted; the last artifact is as it was", file=sys.stderr)
         return 130
@@ -104,7 +110,7 @@ def write_views(document: dict[str, Any], options: argparse.Namespace) -> None:
     if not options.quiet:
         render(document, None if options.rejudge else options.out)
     if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
-        with open(summary, "a", encoding="utf-8") as file:
+        with open(summary, "a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(markdown(document))
     if options.open and not webbrowser.open((options.out / "report.html").resolve().as_uri()):
         print(f"--open: there is no browser here; the report is {options.out / 'report.html'}", file=sys.stderr)
@@ -234,21 +240,27 @@ def check_options(options: argparse.Namespace) -> None:
         for name in names:
             if names.count(name) > 1:
                 raise BadInput(f"{flag} {name}: named twice")
-    own = options.candidate or options.trace or options.open or options.impl != list(IMPLEMENTATIONS)
-    if options.rejudge and own:
-        raise BadInput("--rejudge judges what its folder holds; leave out --impl, --candidate, --trace and --open")
+    if options.rejudge and (given := [flag for flag, value in of_a_run(options).items() if value]):
+        raise BadInput(f"--rejudge judges what its folder holds; leave out {', '.join(given)}")
+    if options.json not in (None, "-") and Path(options.json).is_dir():
+        raise BadInput(f"--json {options.json}: a folder; name a file, or - for standard output")
     for flag, value in (("--time-limit", options.time_limit), ("--memory-limit", options.memory_limit)):
         if not value > 0:
             raise BadInput(f"{flag} is {value:g}; it must be above 0")
 
 
-def check_layers(layers: Sequence[int | str]) -> None:
-    """Raises BadInput for a layer that is named twice, or beside all of them."""
-    if "all" in layers and len(layers) > 1:
-        raise BadInput("--layer all: names every layer; leave out the others")
-    for layer in layers:
-        if layers.count(layer) > 1:
-            raise BadInput(f"--layer {layer}: named twice")
+def of_a_run(options: argparse.Namespace) -> dict[str, bool]:
+    """The flags that say what to run, and which of them are given."""
+    return {
+        "--impl": options.impl != list(IMPLEMENTATIONS),
+        "--candidate": bool(options.candidate),
+        "--trace": bool(options.trace),
+        "--open": options.open,
+        "--rope": options.rope != "both",
+        "--dtype": options.dtype is not None,
+        "--device": options.device != "cpu",
+        "--keep-all": options.keep_all,
+    }
 
 
 # ------------------------------------------------------------------------------------------------------------------ run
@@ -269,26 +281,27 @@ def compare(
     processes = [*options.impl, *options.candidate]
     traces = exchange.answers(options.trace)
     make_folder(options.out)
-    with (
-        scratch(options.out) as folder,
-        judges() as (pool, sampler),
-        Progress(make_console(), options.quiet) as progress,
-        Workers(processes, options.device, Limits(options.time_limit, options.memory_limit), progress) as workers,
-    ):
-        (folder / "traces").mkdir()
-        names = [*processes, *(here or {}), *traces]
-        layers: list[Layer] = []
-        for case in open_cases(options, directory):
-            settings = [Setting(name, rope, dtype) for name in case.inputs for rope in ropes for dtype in dtypes]
-            case = case.rounded(dtypes[-1])
-            judge = Judging(case, names, settings, pool, sampler, folder)
-            exchange.land(traces, case, judge, settings)
-            workers.run(case, settings, judge, folder, options.keep_all, here)
-            layers.append(conclude(judge, names, {name for layer in layers for name in layer.diagnoses}))
-            let_go(judge, layers, folder, options.keep_all)
-        document = assemble(layers, names, workers.ran, command)
+    with scratch(options.out) as folder:
+        with (
+            judges() as (pool, sampler),
+            Progress(make_console(), options.quiet) as progress,
+            Workers(processes, options.device, Limits(options.time_limit, options.memory_limit), progress) as workers,
+        ):
+            (folder / "traces").mkdir()
+            names = [*processes, *(here or {}), *traces]
+            layers: list[Layer] = []
+            for case in open_cases(options, directory):
+                settings = [Setting(name, rope, dtype) for name in case.inputs for rope in ropes for dtype in dtypes]
+                case = case.rounded(dtypes[-1])
+                judge = Judging(case, names, settings, pool, sampler, folder)
+                exchange.land(traces, case, judge, settings)
+                workers.run(case, settings, judge, folder, options.keep_all, here)
+                layers.append(conclude(judge, names, {name for layer in layers for name in layer.diagnoses}))
+                let_go(judge, layers, folder, options.keep_all)
+            run = f"traces/{date.today()}-{folder.name.rpartition('-')[2]}"
+            document = assemble(layers, names, workers.ran, command, run)
+        write_report(document, folder, options.out)
         publish(document, folder, options.out)
-    write_report(document, options.out / "report.html", options.out / "traces")
     return document
 
 
@@ -308,17 +321,21 @@ def rejudge(options: argparse.Namespace, command: str) -> dict[str, Any]:
     Raises BadInput where there are none, or the case chosen is not theirs.
     """
     old = read_artifact(options.rejudge)
-    names = list(old["frameworks"])
+    names, traces = list(old["frameworks"]), old.get("traces", "traces")
     ran = Ran(
         errors={name: each["error"] for name, each in old["frameworks"].items() if each["error"] is not None},
         seconds={name: each["seconds"] for name, each in old["frameworks"].items() if each["seconds"] is not None},
     )
     settings = [Setting(*each) for each in dict.fromkeys((r["input"], r["rope"], r["dtype"]) for r in old["checks"])]
     settings = [each for each in settings if each.input in old["inputs"] and each.rope in ROPES]
+    if not settings or not names:
+        raise BadInput(
+            f"--rejudge {options.rejudge}: its artifact has no checks of its inputs; run the comparison again"
+        )
     rounded = [each.dtype for each in settings if each.dtype != "float64"]
     with tempfile.TemporaryDirectory() as folder, judges() as (pool, sampler):
         layers: list[Layer] = []
-        for case in open_cases(options, Path("weights")):
+        for case in open_cases(options, Path(folder, "weights")):
             hashes = old["weights"]["sha256"]
             wanted = {"weights": hashes.get(str(case.layer)) if isinstance(hashes, dict) else hashes}
             wanted |= {name: made["sha256"] for name, made in old["inputs"].items()}
@@ -331,13 +348,17 @@ def rejudge(options: argparse.Namespace, command: str) -> dict[str, Any]:
             judge = Judging(case, names, settings, pool, sampler, Path(folder))
             kept = itertools.product([LAYER, *names], [*settings, *(s._replace(dtype="float64") for s in settings)])
             for name, setting in dict.fromkeys(kept):
-                path = options.rejudge / "traces" / trace_file(name, case.layer, setting)
+                path = options.rejudge / traces / trace_file(name, case.layer, setting)
                 if path.is_file():
-                    judge.land(name, setting, {"": str(path)})
+                    with open_tensors(path, "run the comparison again"):
+                        judge.land(name, setting, {"": str(path)})
             if not judge.files:
-                raise BadInput(f"--rejudge {options.rejudge}: there are no traces of layer {case.layer} in its traces/")
+                raise BadInput(
+                    f"--rejudge {options.rejudge}: there are no traces of layer {case.layer} in {traces}/; "
+                    "run the comparison again"
+                )
             layers.append(conclude(judge, names))
-        document = assemble(layers, names, ran, command)
+        document = assemble(layers, names, ran, command, traces)
     return document | {"environment": old["environment"], "reference": old["reference"]}
 
 
@@ -349,21 +370,23 @@ def read_artifact(folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise BadInput(f"--rejudge {folder}: {path.name}: {error.strerror}; give the folder of a run") from error
     except ValueError as error:
-        raise BadInput(f"--rejudge {path}: not an artifact ({error})") from error
-    if document.get("schema_version") != artifact.SCHEMA_VERSION or not document.get("checks"):
-        raise BadInput(f"--rejudge {path}: not an artifact of this release; run the comparison again")
+        raise BadInput(f"--rejudge {path}: not an artifact ({error}); run the comparison again") from error
+    if why := artifact.fault(document):
+        raise BadInput(f"--rejudge {path}: not an artifact of this release ({why}); run the comparison again")
     return document
 
 
-def write_report(document: dict[str, Any], path: Path, traces: Path) -> None:
-    """The page, beside the artifact. Raises BadInput where it cannot be written."""
+def write_report(document: dict[str, Any], folder: Path, out: Path) -> None:
+    """The page, in the run's own folder, from the traces there. Raises BadInput where it cannot be written."""
     from harness.report.html import write_html  # brings matplotlib
 
     record = Path(__file__).resolve().parent.parent / "artifacts" / "evidence" / "planted_bugs.json"
     try:
-        write_html(document, path, traces, artifact.read(record) if record.is_file() else None)
+        write_html(
+            document, folder / "report.html", folder / "traces", artifact.read(record) if record.is_file() else None
+        )
     except OSError as error:
-        raise BadInput(f"--out {path.parent}: report.html cannot be written ({error.strerror})") from error
+        raise full(out, error) from error
 
 
 @contextmanager
@@ -387,30 +410,44 @@ def make_folder(out: Path) -> None:
     """Make `--out`, free of what killed runs left there. Raises BadInput where the results could not be put there."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        for left in out.glob(".run-*"):
-            if not _alive(left.name.split("-")[1]):
-                shutil.rmtree(left, ignore_errors=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
-        if (out / "attention_check.json").is_dir():
-            raise BadInput(f"--out {out}: attention_check.json is a folder there; choose another folder")
-        if (out / "traces").exists() and any(each.suffix != ".safetensors" for each in (out / "traces").iterdir()):
-            raise BadInput(
-                f"--out {out}: traces/ holds other files than traces, which a run replaces; choose another folder"
-            )
+        with alone(out):
+            for left in out.glob(".run-*"):
+                if not alive(left.name.split("-")[1]):
+                    shutil.rmtree(left, ignore_errors=True)
+            with tempfile.TemporaryFile(dir=out):
+                pass
+            for name in ("attention_check.json", "report.html"):
+                if (out / name).is_dir():
+                    raise BadInput(f"--out {out}: {name} is a folder there; choose another folder")
+            if (out / "traces").exists() and not all(map(of_traces, (out / "traces").iterdir())):
+                raise BadInput(
+                    f"--out {out}: traces/ holds other files than traces, which a run replaces; choose another folder"
+                )
     except OSError as error:
-        raise BadInput(f"--out {out}: cannot be written to ({error.strerror}); choose another folder") from error
+        raise full(out, error) from error
 
 
-def _alive(process: str) -> bool:
-    """Whether a process of this number runs (or cannot be asked)."""
+def full(out: Path, error: OSError) -> BadInput:
+    """The error that the results cannot be written."""
+    return BadInput(f"--out {out}: cannot be written to ({error.strerror}); choose another folder")
+
+
+def of_traces(path: Path) -> bool:
+    """A trace, or a folder that holds nothing else."""
+    inside = path.iterdir() if path.is_dir() else [path]
+    return all(each.suffix == ".safetensors" and not each.is_dir() for each in inside)
+
+
+@contextmanager
+def alone(out: Path) -> Iterator[None]:
+    """While no other run is in here with this folder, where its file system has locks; a killed one holds none."""
+    folder = os.open(out, os.O_RDONLY)
     try:
-        os.kill(int(process), 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, ValueError):
-        pass
-    return True
+        with suppress(OSError):
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 @contextmanager
@@ -419,26 +456,35 @@ def scratch(out: Path) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix=f".run-{os.getpid()}-", dir=out)).resolve()
     try:
         yield folder
+    except BadInput as error:
+        raise BadInput(str(error).replace(str(folder), str(out))) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def publish(document: dict[str, Any], folder: Path, out: Path) -> None:
-    """Put the run's traces and its artifact where they belong, both or none. Raises BadInput where it cannot."""
+    """Put a run's traces, artifact and report where they belong, all of one run. Raises BadInput where it cannot.
+
+    Whenever it is killed, the artifact is the old one or the new one, with its own traces: those lie in a folder of
+    their own, which the artifact names, so that the renaming of the artifact changes both.
+    """
+    traces = out / document["traces"]
     try:
         artifact.write(document, folder / "attention_check.json")
-        if (out / "traces").exists():
-            (out / "traces").rename(folder / "old-traces")
-        try:
-            (folder / "traces").rename(out / "traces")
-            (folder / "attention_check.json").replace(out / "attention_check.json")
-        except OSError:
-            if (folder / "old-traces").exists():
-                (out / "traces").rename(folder / "traces")
-                (folder / "old-traces").rename(out / "traces")
-            raise
+        with alone(out):
+            traces.parent.mkdir(exist_ok=True)
+            (folder / "traces").rename(traces)
+            try:
+                (folder / "attention_check.json").replace(out / "attention_check.json")
+            except OSError:
+                shutil.rmtree(traces, ignore_errors=True)
+                raise
+            (folder / "report.html").replace(out / "report.html")
+            for old in traces.parent.iterdir():
+                if old != traces and of_traces(old):
+                    shutil.rmtree(old) if old.is_dir() else old.unlink()
     except OSError as error:
-        raise BadInput(f"--out {out}: cannot be written to ({error.strerror}); choose another folder") from error
+        raise full(out, error) from error
 
 
 if __name__ == "__main__":

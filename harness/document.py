@@ -52,8 +52,8 @@ def padding_of(made: Mapping[str, Any]) -> tuple[int, int]:
     return sum(padding), len(padding) * made["seq_len"] if padding else 0
 
 
-def assemble(layers: Sequence[Layer], names: Sequence[str], ran: Ran, command: str) -> dict[str, Any]:
-    """The artifact of a run, from the judged comparisons of each layer."""
+def assemble(layers: Sequence[Layer], names: Sequence[str], ran: Ran, command: str, traces: str) -> dict[str, Any]:
+    """The artifact of a run, from the judged comparisons of each layer; its `traces` will lie there, beside it."""
     case = layers[0].case
     runs = [(layer.case.layer, setting) for layer in layers for setting in layer.settings]
     settings = list(dict.fromkeys(setting for _, setting in runs))
@@ -103,6 +103,7 @@ def assemble(layers: Sequence[Layer], names: Sequence[str], ran: Ran, command: s
         "command": command,
         "model": case.source.get("model") or case.name,
         "layers": [layer.case.layer for layer in layers],
+        "traces": traces,
         "batch_size": B,
         "seq_len": T,
         "setting": first_setting._asdict(),

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from harness.case import BadInput, Case, open_tensors, write_tensors
+from harness.case import BadInput, Case, open_tensors, staged, write_tensors
 from harness.gates import EQUATION, direction, letters
 from harness.judging import Judging
 from harness.runners import PROBES, Setting, given, probe_cases, probe_file
@@ -44,8 +44,15 @@ EQUATIONS = {
 def write(case: Case, dtypes: Sequence[str], folder: Path) -> list[Path]:
     """Write a case's runs in these dtypes to `folder`, with the probes where one is float32; returns the files.
 
-    Raises BadInput where it cannot write.
+    All of them or, where it cannot write, none: it then raises BadInput.
     """
+    with staged(folder) as stage:
+        files = write_files(case, dtypes, stage)
+    return [folder / path.name for path in files]
+
+
+def write_files(case: Case, dtypes: Sequence[str], folder: Path) -> list[Path]:
+    """The same, one file after the other."""
     files: list[Path] = []
 
     def put(name: str, tensors: Mapping[str, Any]) -> str:
@@ -126,7 +133,7 @@ def land(traces: Answers, case: Case, judge: Judging, settings: Sequence[Setting
             if file.stem not in runs:
                 known = ", ".join(runs)
                 raise BadInput(f"--trace {file}: its name is none of this comparison's runs: {known}")
-            with open_tensors(file) as opened:
+            with open_tensors(file, "write it again") as opened:
                 told = (opened.metadata() or {}).get("case", case.sha256["weights"])
             if told != case.sha256["weights"]:
                 raise BadInput(f"--trace {file}: computed from another case; choose it by the flags that exported it")

@@ -6,9 +6,10 @@ Reads `config.json` and the six tensors of the layer asked for, never the model,
 import argparse
 import hashlib
 import os
+import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -23,18 +24,19 @@ from harness.case import (
     Case,
     check_weights,
     inputs_beside,
-    is_whole,
     layer_config,
     normal,
     read_case,
     read_inputs,
     rope_tables,
     seeded_case,
+    staged,
     write_inputs,
     write_tensors,
     write_weights,
 )
-from impls.spec import WEIGHTS, AttentionConfig
+from harness.files import is_whole, nearest
+from impls.spec import WEIGHTS, AttentionConfig, weight_shapes
 
 if TYPE_CHECKING:
     from harness.checkpoint import Checkpoint
@@ -51,6 +53,7 @@ QWEN3_DEFAULTS = {
 }
 """What Hugging Face's Qwen3Config takes for a field that config.json does not have."""
 
+MOST_LAYERS = 10_000
 MOST_TOKENS = 2**20  # 4 GiB of hidden states for Qwen3-0.6B; the scores of one row of them are far beyond any memory
 
 
@@ -116,7 +119,8 @@ def export_layer(checkpoint: "Checkpoint", layer: int, directory: Path) -> Path:
     """
     qwen3_config(checkpoint.fields, layer, f"{checkpoint.where}/config.json")  # refuses before anything is fetched
     checkpoint.prefetch(f"{base}layers.{layer}.self_attn.{name}" for base in ("model.", "") for name in WEIGHTS)
-    weights, config, theta, dtype = extract_layer(checkpoint.fields, checkpoint.get, layer, checkpoint.where)
+    given = checkpoint.fields, checkpoint.get, layer, checkpoint.where, checkpoint.files
+    weights, config, theta, dtype = extract_layer(*given)
     checkpoint.prefetch(())  # memory holds no layer twice
     if checkpoint.commit:
         model, name = checkpoint.where, f"{checkpoint.where.replace('/', '--')}-{checkpoint.commit[:12]}"
@@ -155,24 +159,40 @@ def write_text(directory: Path, case: Case, text: str, checkpoint: "Checkpoint")
 
 
 def extract_layer(
-    fields: Mapping[str, Any], get: Callable[[str], Array | None], layer: int, where: str
+    fields: Mapping[str, Any], get: Callable[[str], Array | None], layer: int, where: str, names: Iterable[str] = ()
 ) -> tuple[Arrays, AttentionConfig, float, str]:
     """Weights, configuration, theta and dtype on disk of one layer, wherever its model is kept.
 
-    `fields` is the model's config.json; `get(name)` gives a tensor as on disk, None where there is none.
-    Raises BadInput, which begins with `where`.
+    `fields` is the model's config.json; `get(name)` gives a tensor as on disk, None where there is none; `names` are
+    those that there are. Raises BadInput, which begins with `where`.
     """
     config, theta = qwen3_config(fields, layer, f"{where}/config.json")
     tensors = {}
-    for name in WEIGHTS:
+    for name in weight_shapes(config):
         key = f"layers.{layer}.self_attn.{name}"
         tensor = get(f"model.{key}")
         tensor = get(key) if tensor is None else tensor  # a checkpoint of the base model has no "model."
         if tensor is None:
-            raise BadInput(f"{where}: has no tensor model.{key}; is the checkpoint complete?")
+            near = nearest(f"model.{key}", beside(names, layer, config))
+            hint = f"it has {near}, which is another name" if near else "is the checkpoint complete?"
+            raise BadInput(f"{where}: has no tensor model.{key}; {hint}")
         tensors[name] = tensor
+    if more := beside(names, layer, config):
+        raise BadInput(
+            f"{where}: also has {more[0]}, which a layer of this config.json has not, and Hugging Face would leave "
+            "out; is config.json this model's?"
+        )
     dtypes = sorted({tensor.dtype.name for tensor in tensors.values()})
-    return check_weights(tensors, config, f"{where}, layer {layer}"), config, theta, " and ".join(dtypes)
+    default = "" if "head_dim" in fields else " (config.json has no head_dim, which is then 128)"
+    where = f"{where}, layer {layer}{default}"
+    return check_weights(tensors, config, where), config, theta, " and ".join(dtypes)
+
+
+def beside(names: Iterable[str], layer: int, config: AttentionConfig) -> list[str]:
+    """The tensors of a layer's attention other than its weights; the frequencies of RoPE are no weights."""
+    known = {*weight_shapes(config), "rotary_emb.inv_freq"}
+    of = re.compile(rf"(?:model\.)?layers\.{layer}\.self_attn\.(.+)", re.DOTALL)
+    return sorted(name for name in names if (found := of.fullmatch(name)) and found[1] not in known)
 
 
 def qwen3_config(fields: Mapping[str, Any], layer: int, where: str) -> tuple[AttentionConfig, float]:
@@ -190,8 +210,8 @@ def qwen3_config(fields: Mapping[str, Any], layer: int, where: str) -> tuple[Att
     config, theta = layer_config(known, where)
 
     layers = known["num_hidden_layers"]
-    if not is_whole(layers, 1):
-        raise BadInput(f"{where}: num_hidden_layers is {layers!r}; it must be a whole number of at least 1")
+    if not is_whole(layers, 1) or layers > MOST_LAYERS:
+        raise BadInput(f"{where}: num_hidden_layers is {layers!r}; it must be a whole number from 1 to {MOST_LAYERS:,}")
     if not 0 <= layer < layers:
         raise BadInput(f"{where}: the model has layers 0 to {layers - 1}; --layer {layer} is not among them")
     if reason := not_plain(known, rope, layer):
@@ -227,12 +247,22 @@ class Arguments(argparse.ArgumentParser):
     """A parser whose errors are a BadInput: one line, like every other unusable input."""
 
     def error(self, message: str) -> NoReturn:
-        raise BadInput(f"{message}; --help lists the arguments")
+        flag = message.removeprefix("unrecognized arguments: ").partition(" ")[0]
+        near = nearest(flag, self._option_string_actions) if message.startswith("unrecognized") else None
+        raise BadInput(f"{message}; {f'did you mean {near}? ' if near else ''}--help lists the arguments")
+
+
+def whole_number(text: str) -> int:
+    """A number on the command line. Raises what the parser makes a line of."""
+    try:
+        return int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from error
 
 
 def layer_number(text: str) -> int | str:
-    """A layer as it is named on the command line: a number, or "all". Raises ValueError."""
-    return text if text == "all" else int(text)
+    """A layer as it is named on the command line: a number, or "all". Raises what the parser makes a line of."""
+    return text if text == "all" else whole_number(text)
 
 
 def add_case_arguments(parser: argparse.ArgumentParser) -> None:
@@ -263,17 +293,17 @@ def add_case_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help='layers of the model, from 0, or "all" (default: 0, or the file\'s)',
     )
-    choice.add_argument("--batch", type=int, metavar="B", help=f"sequences in an input (default: {BATCH})")
-    choice.add_argument("--seq-len", type=int, metavar="T", help=f"tokens in a sequence (default: {SEQ_LEN})")
+    choice.add_argument("--batch", type=whole_number, metavar="B", help=f"sequences in an input (default: {BATCH})")
+    choice.add_argument("--seq-len", type=whole_number, metavar="T", help=f"tokens in a sequence (default: {SEQ_LEN})")
     choice.add_argument(
         "--seed",
-        type=int,
+        type=whole_number,
         metavar="I",
         help="seed of the inputs, and of the weights where they are seeded (default: 0)",
     )
     choice.add_argument(
         "--left-pad",
-        type=int,
+        type=whole_number,
         nargs="+",
         default=[],
         metavar="P",
@@ -290,16 +320,30 @@ def open_cases(arguments: argparse.Namespace, directory: Path) -> Iterator[Case]
         raise BadInput("--model and --weights: both choose the weights; give one of them")
     if arguments.revision is not None and arguments.model is None:
         raise BadInput("--revision is one of --model; give that too")
+    check_layers(arguments.layer or [])
     try:
         model = checkpoint_in(arguments.weights) if arguments.model is None else hub_model(arguments)
+        layers = layers_of(model, arguments.layer or [None])
+        if arguments.text is not None and not {0, None} & {*layers}:
+            raise BadInput("--text is what layer 0 is fed; give --layer 0, too")
         shape = arguments.batch, arguments.seq_len, arguments.seed
-        given = (*shape, directory, model, arguments.text, arguments.left_pad)
-        for layer in layers_of(model, arguments.layer or [None]):
-            yield open_case(arguments.weights, layer, *given)
+        for layer in layers:
+            with staged(directory) as stage:
+                given = (*shape, stage, model, arguments.text, arguments.left_pad)
+                case = open_case(arguments.weights, layer, *given)
+            lie = {name: directory / path.name if path.parent == stage else path for name, path in case.paths.items()}
+            yield replace(case, paths=lie)
     except OSError as error:
         raise BadInput(f"{error.filename or arguments.weights}: {error.strerror or error}") from error
-    except (OverflowError, RecursionError, UnicodeError) as error:
-        raise BadInput(f"{arguments.weights}: unusable ({type(error).__name__}: {error})") from error
+
+
+def check_layers(layers: Sequence[int | str]) -> None:
+    """Raises BadInput for a layer that is named twice, or beside all of them."""
+    if "all" in layers and len(layers) > 1:
+        raise BadInput("--layer all: names every layer; leave out the others")
+    for layer in layers:
+        if layers.count(layer) > 1:
+            raise BadInput(f"--layer {layer}: named twice")
 
 
 def checkpoint_in(weights: Path | None) -> "Checkpoint | None":
@@ -325,10 +369,16 @@ def layers_of(model: "Checkpoint | None", asked: Sequence[int | str | None]) -> 
     if model is None:
         return [None if layer == "all" else int(layer) if layer is not None else None for layer in asked]
     count = model.fields.get("num_hidden_layers", QWEN3_DEFAULTS["num_hidden_layers"])
-    layers = list(range(count if is_whole(count, 1) else 1)) if "all" in asked else [int(layer or 0) for layer in asked]
+    layers = range(count if is_whole(count, 1) else 1) if "all" in asked else [int(layer or 0) for layer in asked]
     for layer in layers:
         qwen3_config(model.fields, layer, f"{model.where}/config.json")
     return [*layers]
+
+
+def print_any_text() -> None:
+    """From now on: standard output also takes what is no text, as the name of a file may be."""
+    if (reconfigure := getattr(sys.stdout, "reconfigure", None)) is not None:
+        reconfigure(errors="backslashreplace")
 
 
 def command(main: Callable[[], int]) -> NoReturn:
@@ -376,18 +426,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--dtype", choices=FLOATS, help="with --case: the runs in this dtype only (default: float32 and float64)"
     )
+    print_any_text()
     try:
         arguments = parser.parse_args(argv)
+        if arguments.dtype and not arguments.case:
+            raise BadInput("--dtype is one of --case; give that too")
         for case in open_cases(arguments, arguments.out):
-            print(case.describe())
-            for name, path in case.paths.items():
-                print(f"  {path}  {path.stat().st_size:,} bytes  sha256 {case.sha256[name]}")
+            kit: list[Path] = []
             if arguments.case:
                 from harness import exchange
 
-                dtypes = [arguments.dtype] if arguments.dtype else ["float32", "float64"]
-                for path in exchange.write(case, dtypes, arguments.case):
-                    print(f"  {path}")
+                kit = exchange.write(
+                    case, [arguments.dtype] if arguments.dtype else ["float32", "float64"], arguments.case
+                )
+            print(case.describe())
+            for name, path in case.paths.items():
+                print(f"  {path}  {path.stat().st_size:,} bytes  sha256 {case.sha256[name]}")
+            for path in kit:
+                print(f"  {path}")
+    except OSError as error:
+        print(f"error: {error.filename or 'this machine'}: {error.strerror or error}", file=sys.stderr)
+        return 2
     except BadInput as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

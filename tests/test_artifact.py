@@ -3,6 +3,9 @@
 import json
 import math
 import os
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +118,35 @@ def test_schema_refuses(changes: dict[str, Any]) -> None:
         jsonschema.validate(document(**changes), artifact.SCHEMA)
 
 
+def changed_everywhere(value: Any) -> Iterator[Any]:
+    """The same JSON with one value in it changed, left out or added; each in turn."""
+    for other in (None, True, 1, -1, 0.5, -0.5, "text", "traces/a", "traces/../a", [], {}, ["text"], {"text": 1}):
+        if type(other) is not type(value) or other != value:
+            yield other
+    if isinstance(value, dict):
+        yield value | {"surprise": 1}
+        for name, each in value.items():
+            yield {key: kept for key, kept in value.items() if key != name}
+            yield from (value | {name: other} for other in changed_everywhere(each))
+    if isinstance(value, list):
+        for i, each in enumerate(value):
+            yield from ([*value[:i], other, *value[i + 1 :]] for other in changed_everywhere(each))
+
+
+def test_fault_finds_what_the_library_finds() -> None:
+    """`fault` reads the schema as jsonschema does, a hundred times as fast, and says where."""
+    library = jsonschema.Draft202012Validator(artifact.SCHEMA)
+    failed = {"numpy": differing(), "torch": not_run()}
+    whole = document(frameworks=failed, traces="traces/a-1")
+    assert artifact.fault(whole) is None
+    others = list(changed_everywhere(whole))
+    assert len(others) > 1000 and sum(artifact.fault(other) is None for other in others) > 50
+    for other in random.Random(0).sample(others, 300):
+        assert (artifact.fault(other) is None) == library.is_valid(other), artifact.fault(other)
+    del whole["frameworks"]["torch"]["error"]
+    assert artifact.fault(whole) == "frameworks.torch.error is missing"
+
+
 def test_schema_requires_every_field() -> None:
     for name in document():
         with pytest.raises(jsonschema.ValidationError, match=f"'{name}' is a required property"):
@@ -175,6 +207,24 @@ def test_failed_write_leaves_the_last_good_artifact(tmp_path: Path, bad: object)
         artifact.write(document(max_abs_diff=bad), path)
     assert artifact.read(path) == document()
     assert os.listdir(tmp_path) == ["check.json"]
+
+
+def test_a_device_and_a_link_stay_what_they_are(tmp_path: Path) -> None:
+    """/dev/stdout is one: renamed over, it would be gone for everybody. Its disk being full is an error as any."""
+    artifact.write(document(), tmp_path / "check.json")
+    (tmp_path / "link.json").symlink_to("check.json")
+    artifact.write(document(seq_len=13), tmp_path / "link.json")
+    assert (tmp_path / "link.json").is_symlink() and artifact.read(tmp_path / "check.json")["seq_len"] == 13
+    os.mkfifo(tmp_path / "pipe")
+    with ThreadPoolExecutor(1) as pool:
+        reader = pool.submit((tmp_path / "pipe").read_text)
+        artifact.write(document(), tmp_path / "pipe")
+        assert json.loads(reader.result()) == document()
+    assert (tmp_path / "pipe").is_fifo()
+    if Path("/dev/full").is_char_device():
+        with pytest.raises(OSError, match="No space left"):
+            artifact.write(document(), "/dev/full")
+        assert Path("/dev/full").is_char_device()
 
 
 @pytest.mark.parametrize("step", ["fsync", "replace"])

@@ -415,7 +415,7 @@ ANSWERS: dict[str, tuple[list[Fault], str]] = {
     "more than asked": ([Fault(body=b"12345678901")], "the server sends more than bytes 0-7"),
     "another size": (
         cdn_says(Content_Range="bytes 0-7/99"),
-        "not a readable safetensors file (a header of LENGTH bytes, in a file of 99)",
+        "not a readable safetensors file (it would have a header of LENGTH bytes, in a file of 99)",
     ),
 }
 
@@ -533,42 +533,19 @@ def moved(name: str, start: int, stop: int) -> Callable[[bytes], bytes]:
     return header(change)
 
 
-def backwards(_: bytes) -> bytes:
-    """Its offsets end where the file ends, since a tensor of a dtype that has no size here goes back to there."""
-    entries = {"a": {"dtype": "U8", "shape": [16], "data_offsets": [0, 16]}}
-    entries["b"] = {"dtype": "F4", "shape": [1], "data_offsets": [16, 8]}
-    text = json.dumps(entries).encode()
-    return len(text).to_bytes(8, "little") + text + bytes(8)
-
-
 LAST = names(2)[2]
 FILES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "empty": (lambda _: b"", r"(it ends at 0 bytes|answers 416)"),
+    "empty": (lambda _: b"", r"(it is empty|answers 416)"),
     "seven bytes": (lambda _: b"1234567", r"(it ends at 7 bytes|sends bytes 0-6/7 where 0-7 was asked)"),
-    "a Git LFS pointer": (lambda _: b"version https://git-lfs.github.com/spec/v1\n", r"\(a header of [\d,]+ bytes"),
-    "a web page": (lambda _: b"<!DOCTYPE html><html></html>", r"\(a header of [\d,]+ bytes, in a file of 28\)"),
-    "a header of gigabytes": (lambda data: (2**33).to_bytes(8, "little") + data[8:], "header of 8,589,934,592 bytes"),
-    "a header longer than the file": (lambda data: len(data).to_bytes(8, "little") + data[8:], "header of"),
-    "a header without an end": (lambda data: data[:900], r"\(a header of [\d,]+ bytes, in a file of 900\)"),
-    "no JSON": (lambda data: data[:8] + b"x" + data[9:], "the safetensors header is not JSON"),
-    "a list": (lambda _: (2).to_bytes(8, "little") + b"[]", "the safetensors header is not a JSON object"),
-    "truncated": (lambda data: data[:-1], r"its tensors end at (\d+) of (\d+) bytes"),
-    "a byte too many": (lambda data: data + b"x", r"its tensors end at (\d+) of (\d+) bytes"),
-    "no offsets": (header(lambda entries: entries[LAST].pop("data_offsets")), f"its header's entry of {LAST}"),
-    "three offsets": (entry(LAST, data_offsets=[0, 1, 2]), f"its header's entry of {LAST}"),
-    "negative offsets": (entry(LAST, data_offsets=[-8, 8]), f"its header's entry of {LAST}"),
-    "offsets of text": (entry(LAST, data_offsets=["0", "8"]), f"its header's entry of {LAST}"),
-    "a negative size": (entry(LAST, shape=[-10, -1]), f"its header's entry of {LAST}"),
-    "no shape": (entry(LAST, shape=None), f"its header's entry of {LAST}"),
-    "an entry of text": (header(lambda entries: entries.update({LAST: "here"})), f"its header's entry of {LAST}"),
-    "a dtype of numbers": (entry(LAST, dtype=16), f"its header's entry of {LAST}"),
+    "a Git LFS pointer": (lambda _: b"version https://git-lfs.github.com/spec/v1\n", r"\(it is a Git LFS pointer"),
+    "a header of gigabytes": (lambda data: (2**33).to_bytes(8, "little") + data[8:], "a header of 8,589,934,592 bytes"),
+    "a header longer than the file": (lambda data: len(data).to_bytes(8, "little") + data[8:], "a header of"),
+    "a header without an end": (lambda data: data[:900], "bytes, in a file of 900"),
+    "no JSON": (lambda data: data[:8] + b"x" + data[9:], "its header cannot be read as JSON"),
+    "truncated": (lambda data: data[:-1], r"it is cut off after [\d,]+ of [\d,]+ bytes"),
     "an unknown dtype": (entry(LAST, dtype="F4"), f"{LAST} holds numbers of a kind that NumPy lacks"),
-    "another dtype": (entry(LAST, dtype="F32"), rf"{LAST}: F32 \[\d+, 48\] in \d+ bytes"),
-    "another shape": (entry(LAST, shape=[7]), rf"{LAST}: BF16 \[7\] in \d+ bytes"),
-    "outside the file": (moved(LAST, 10**9, 10**9), r"lies from (\d+) to (\d+), not from (\d+)"),
-    "an overlap": (moved(LAST, -2, -2), r"lies from (\d+) to (\d+), not from (\d+)"),
-    "a gap": (header(lambda entries: entries.pop(names(0)[0])), r"lies from (\d+) to (\d+), not from (\d+)"),
-    "backwards": (backwards, r"b lies from (\d+) to (\d+), not from"),
+    "outside the file": (moved(LAST, 10**9, 10**9), r"overlap, or leave a gap: .* lies from byte [\d,]+"),
+    "a gap": (header(lambda entries: entries.pop(names(0)[0])), r"overlap, or leave a gap: .* lies from byte [\d,]+"),
 }  # fmt: skip
 
 
@@ -582,14 +559,6 @@ def test_a_file_that_is_no_safetensors_file_is_one_line(copy: Path, start: Start
         assert re.search(expected, line) and line.startswith((model.where, f"{copy}/"))
         assert not isinstance(model, HubModel) or line.endswith(WAYS_OUT)
     assert model.bytes_fetched < 4000  # nothing was read for nothing
-
-
-def test_a_longer_header_than_the_library_takes_is_not_read(copy: Path) -> None:
-    with (copy / SINGLE).open("wb") as file:
-        file.write((100_000_001).to_bytes(8, "little"))
-        file.truncate(100_000_009)  # takes no room on the disk
-    line = "not a readable safetensors file (a header of 100,000,001 bytes, in a file of 100,000,009)"
-    assert line in error(lambda: Checkpoint(copy).get(LAST))
 
 
 OUTSIDE = ["../x.safetensors", "/etc/x.safetensors", "a/../../x.safetensors", "a\\x.safetensors", "C:x.safetensors"]
@@ -747,23 +716,11 @@ def test_a_layer_and_a_text_are_exported_from_the_hub(tiny: Path, start: Start, 
     assert made["text"] == TEXTS[0] and "".join(made["tokens"]) == TEXTS[0] and made["kind"] == "text"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["--model", MODEL, "--weights", "."], "--model and --weights: both choose the weights; give one of them"),
-        (["--revision", "main"], "--revision is one of --model; give that too"),
-        (["--text", "words"], "--text needs a model's tokenizer; give --model, or a checkpoint directory by --weights"),
-        (["--model", MODEL, "--layer", "3"], "the model has layers 0 to 2; --layer 3 is not among them"),
-    ],
-)
-def test_contradictions_are_one_line(
-    tiny: Path, start: Start, tmp_path: Path, capsys: Any, arguments: list[str], line: str
-) -> None:
+def test_a_layer_that_the_model_has_not_is_one_line(tiny: Path, start: Start, tmp_path: Path, capsys: Any) -> None:
     start(tiny)
-    assert export.main([*arguments, "--out", str(tmp_path)]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("error: ") and err.count("\n") == 1 and line in err
-    assert not list(tmp_path.glob("*.safetensors"))
+    assert export.main(["--model", MODEL, "--layer", "3", "--out", str(tmp_path / "out")]) == 2
+    line = f"error: {MODEL}/config.json: the model has layers 0 to 2; --layer 3 is not among them\n"
+    assert capsys.readouterr().err == line and not (tmp_path / "out").exists()
 
 
 def test_a_checkpoint_s_text_is_compared_and_labels_the_maps(tiny: Path, tmp_path: Path) -> None:
