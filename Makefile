@@ -11,7 +11,7 @@ help:
 	@echo 'make compare    compare the layer in NumPy, JAX and PyTorch with Hugging Face (ARGS="--help" for its options)'
 	@echo 'make test       the test suite (ARGS="-k name" to choose)'
 	@echo 'make lint       ruff and mypy'
-	@echo 'make campaign   a thousand correct runs before every gate: how much of each limit they use (half an hour or more)'
+	@echo 'make campaign   10,000 damaged files, 200 killed runs, a thousand correct runs before every gate (hours)'
 	@echo 'make oldest     the tests of the reference with the first transformers that has Qwen3'
 	@echo 'make clean      remove the virtual environment and all caches'
 
@@ -27,6 +27,8 @@ lint: .venv/installed-dev
 	@$(BIN)/mypy
 
 campaign: .venv/installed-dev
+	@$(BIN)/python tests/fuzz.py
+	@$(BIN)/python tests/kills.py
 	@$(BIN)/python tests/campaign.py $(ARGS)
 
 # The adapter around Hugging Face's layer must run on both ends of the range that pyproject.toml allows.
