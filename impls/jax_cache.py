@@ -49,7 +49,8 @@ class Attention(jax_attention.Attention):
 def causal_mask(s_BNTS: Float[Array, "B N T S"], start: Int[Array, ""]) -> Float[Array, "T S"]:
     """3.10: rows `start` and after of the triangle."""
     T, S = s_BNTS.shape[-2:]
-    return jnp.where(jnp.arange(S) <= start + jnp.arange(T)[:, None], 0, -jnp.inf).astype(s_BNTS.dtype)
+    t, s = (jnp.arange(size, dtype=start.dtype) for size in (T, S))
+    return jnp.where(s <= start + t[:, None], 0, -jnp.inf).astype(s_BNTS.dtype)
 
 
 def decode(
