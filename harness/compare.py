@@ -378,13 +378,15 @@ def read_artifact(folder: Path) -> dict[str, Any]:
 
 def write_report(document: dict[str, Any], folder: Path, out: Path) -> None:
     """The page, in the run's own folder, from the traces there. Raises BadInput where it cannot be written."""
+    from harness.report.benchmark import latest
     from harness.report.html import write_html  # brings matplotlib
 
-    record = Path(__file__).resolve().parent.parent / "artifacts" / "evidence" / "planted_bugs.json"
+    evidence = Path(__file__).resolve().parent.parent / "artifacts" / "evidence"
+    record = evidence / "planted_bugs.json"
+    planted = artifact.read(record) if record.is_file() else None
+    measured = latest(out / "benchmark.json", evidence / "benchmark.json")
     try:
-        write_html(
-            document, folder / "report.html", folder / "traces", artifact.read(record) if record.is_file() else None
-        )
+        write_html(document, folder / "report.html", folder / "traces", planted, measured)
     except OSError as error:
         raise full(out, error) from error
 

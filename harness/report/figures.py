@@ -5,6 +5,7 @@ pictures, except the labels of tokens. The same values give the same bytes.
 """
 
 import io
+import math
 import os
 import re
 import warnings
@@ -23,6 +24,9 @@ SERIES = tuple(f"#02020{index}" for index in range(1, 6))
 """Stand-ins: matplotlib draws in them, and the page's CSS says what they are, in light and in dark."""
 PAINT = {INK: "currentColor", MUTED: "var(--muted)", RULE: "var(--rule)", ACCENT: "var(--accent)", BAD: "var(--bad)"}
 PAINT |= {colour: f"var(--s{index})" for index, colour in enumerate(SERIES)}
+LIGHT = {"muted": "#6a665e", "rule": "#e2ddd1", "accent": "#2b5f9e", "bad": "#b42318"}
+LIGHT |= {"s0": "#2b6cb0", "s1": "#c05621", "s2": "#2f855a", "s3": "#805ad5", "s4": "#b7791f"}
+"""The page's colours by day, for a picture that stands alone."""
 MARKERS, SIGNS = "os^Dv", "●■▲◆▼"
 """Of each implementation, besides its colour: in a picture, and in text."""
 HEADS, BINS = 16, 16
@@ -177,6 +181,66 @@ def scaling(head_sizes: Sequence[Mapping[str, Any]]) -> list[tuple[str, Markup]]
             text = f"{title} as d_k grows from {d_k[0]} to {d_k[-1]}: {'; '.join(said)}."
             pictures.append((title, svg(figure, key, text)))
     return pictures
+
+
+def against_length(panels: Sequence[tuple[str, Mapping[str, Mapping[int, float]]]], columns: int) -> Markup:
+    """Values above 0 against the length, both on logarithmic scales: a panel for each (title, name -> length -> value).
+
+    A colour is a family, the part of a name before its first "-"; a dashed line holds the whole square of scores.
+    """
+    names = list(dict.fromkeys(name for _, values in panels for name in values))
+    families = list(dict.fromkeys(name.partition("-")[0] for name in names))
+    side, high, gap, left, top, foot = 172.0, 150.0, 46.0, 34.0, 22.0, 40.0
+    rows = -(-len(panels) // columns)
+    width, height = columns * (side + gap), rows * (top + high + foot) + 16 * -(-len(names) // 5)
+
+    def style(name: str) -> dict[str, Any]:
+        family, _, kind = name.partition("-")
+        colour, index = SERIES[families.index(family) % len(SERIES)], families.index(family)
+        hollow = kind in ("", "eager")
+        dashes = (4, 2) if hollow else (1, 1.5) if kind in ("dpa", "sdpa+mask") else (None, None)
+        marker = {"marker": MARKERS[index % len(MARKERS)], "markersize": 4, "markeredgecolor": colour}
+        marker["markerfacecolor"] = "none" if hollow else colour
+        return {"color": colour, "linewidth": 1.3, "dashes": dashes, **marker}
+
+    with drawing(width, height) as (figure, axes):
+        for index, (title, values) in enumerate(panels):
+            x0, y0 = left + (side + gap) * (index % columns), top + (top + high + foot) * (index // columns)
+            axes.text(x0 - 4, y0 - 8, title, size=10, weight="bold")
+            lengths = sorted({T for own in values.values() for T in own})
+            found = [value for own in values.values() for value in own.values()]
+            if not found:
+                continue
+            low, most = math.floor(math.log10(min(found))), math.ceil(math.log10(max(found)) + 0.02)
+            span = math.log(lengths[-1] / lengths[0]) or 1.0
+            for power in range(low, most + 1):
+                y = y0 + high * (1 - (power - low) / (most - low))
+                axes.plot([x0, x0 + side], [y, y], color=RULE, linewidth=0.8)
+                axes.text(x0 - 5, y, f"{10.0**power:,.12g}", size=9, color=MUTED, ha="right", va="center")
+            at = {T: x0 + 8 + (side - 16) * math.log(T / lengths[0]) / span for T in lengths}
+            for T, x in at.items():
+                axes.text(x, y0 + high + 6, f"{T:,}", size=8, color=MUTED, ha="right", va="top", rotation=45)
+            for name, own in values.items():
+                heights = [y0 + high * (1 - (math.log10(value) - low) / (most - low)) for value in own.values()]
+                axes.plot([at[T] for T in own], heights, **style(name))
+        for index, name in enumerate(names):
+            x, y = left + (width - left) / 5 * (index % 5), rows * (top + high + foot) + 10 + 16 * (index // 5)
+            axes.plot([x, x + 11, x + 22], [y - 3] * 3, **style(name))
+            axes.text(x + 28, y, name, size=10)
+        said = "; ".join(
+            f"{title}: " + ", ".join(f"{name} {own[max(own)]:.3g} at {max(own):,}" for name, own in values.items())
+            for title, values in panels
+        )
+        return svg(figure, "benchmark", f"Against the length, on logarithmic scales. {said}.")
+
+
+def standalone(picture: Markup) -> str:
+    """A picture as a file of its own, dark on white."""
+    text = re.sub(r"var\(--(\w+)\)", lambda found: LIGHT[found[1]], picture)
+    name = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+    return text.replace('style="', 'style="background: white; color: #1f1e1c; font-family: sans-serif; ', 1).replace(
+        "<svg ", f"<svg {name} ", 1
+    )
 
 
 def blocks(length: int, most: int) -> list[int]:

@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from harness import scaling
 from harness.gates import EQUATION, NAMES, ROUNDING, Finding, compared, difference, letters
+from harness.report import benchmark as speed
 from harness.report import console, figures
 from harness.runners import Setting, trace_file
 from impls import numpy_attention
@@ -38,14 +39,15 @@ def write_html(
     path: str | Path,
     traces: str | Path | None = None,
     planted: Mapping[str, Any] | None = None,
+    benchmark: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the report of an artifact, whole or not at all: a temporary file beside `path`, renamed over it.
 
     Args: the artifact as `harness.artifact.read` gives it; the folder of the run's traces, without which the pictures
-    of attention and of errors are left out, and the page says so; planted_bugs.json as read. The same arguments give
-    the same bytes. Raises OSError where the file cannot be written.
+    of attention and of errors are left out, and the page says so; planted_bugs.json and benchmark.json as read. The
+    same arguments give the same bytes. Raises OSError where the file cannot be written.
     """
-    path, page = Path(path), render_html(document, traces, planted)
+    path, page = Path(path), render_html(document, traces, planted, benchmark)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -56,7 +58,10 @@ def write_html(
 
 
 def render_html(
-    document: Mapping[str, Any], traces: str | Path | None = None, planted: Mapping[str, Any] | None = None
+    document: Mapping[str, Any],
+    traces: str | Path | None = None,
+    planted: Mapping[str, Any] | None = None,
+    benchmark: Mapping[str, Any] | None = None,
 ) -> str:
     """The page as text; the arguments are those of `write_html`."""
     frameworks, checks = document["frameworks"], document["checks"]
@@ -93,6 +98,7 @@ def render_html(
         gates=Counter((row["gate"], row["match"]) for row in checks),
         blind_spots=console.blind_spots(document),
         planted=planted and planted_matrix(planted),
+        benchmark=benchmark and benchmark_view(benchmark),
         checks={name: list(summary(rows)) for (name,), rows in grouped(checks, "framework").items()},
     )
 
@@ -412,6 +418,12 @@ def planted_matrix(planted: Mapping[str, Any]) -> Mapping[str, Any]:
         caught = {gate: sum(bool(bug["gates"].get(gate)) for bug in bugs) for gate in "SLTP"}
         rows.append((kind, len(bugs), [*caught.values(), sum(bug["naive"]["caught"] for bug in bugs)]))
     return {**planted, "rows": rows}
+
+
+def benchmark_view(benchmark: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The benchmark with its tables, its picture, and what was left out of it in words."""
+    views = {"sheets": list(speed.sheets(benchmark)), "omissions": speed.omissions(benchmark)}
+    return {**benchmark, **views, "legend": speed.LEGEND, "svg": speed.picture(benchmark)}
 
 
 # -------------------------------------------------------------------------------------------------------------- words
