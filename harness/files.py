@@ -4,9 +4,9 @@ Nothing else ever is: no pickle, no code. Both raise ValueError, in words that f
 """
 
 import difflib
+import itertools
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -49,9 +49,8 @@ def is_number(value: Any) -> bool:
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The most similar of the names, if one is; its numbers are the same, so that layers.1 is not layers.10."""
-    alike = [each for each in names if re.findall(r"\d+", each) == re.findall(r"\d+", name)]
-    return next(iter(difflib.get_close_matches(name, alike[:1000], 1)), None)
+    """The most similar of the names (of the first thousand: it takes its time), if one is."""
+    return next(iter(difflib.get_close_matches(name, itertools.islice(names, 1000), 1)), None)
 
 
 # ---------------------------------------------------------------------------------------------------------------- JSON

@@ -199,7 +199,7 @@ def overwrite(data: bytearray, r: random.Random) -> None:
 
 def length(data: bytearray, r: random.Random) -> None:
     """The eight bytes that are a header's length."""
-    value = r.choice((0, 1, 2, len(data), len(data) - 8, 2**20, 10**8, 2**31, 2**40, 2**63, 2**64 - 1))
+    value = r.choice((0, 1, 2, len(data), max(8, len(data)) - 8, 2**20, 10**8, 2**31, 2**40, 2**63, 2**64 - 1))
     data[:8] = (value + r.randint(0, value > 0)).to_bytes(9, "little")[:8]
 
 

@@ -11,6 +11,7 @@ import pickle
 import re
 import resource
 import shutil
+import signal
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -988,6 +989,21 @@ def state(folder: Path) -> dict[str, bytes | str]:
     return {str(path.relative_to(folder)): seen(path) for path in sorted(folder.rglob("*"))}
 
 
+@pytest.fixture
+def in_time() -> Iterator[None]:
+    """Whoever waits for a pipe to be written waits for ever; here, for half a minute."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(30)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.usefixtures("in_time")
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_one_line_and_changes_nothing(given: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     bad = BAD[name]
