@@ -16,6 +16,7 @@ import json
 import math
 import os
 import shutil
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
@@ -331,9 +332,9 @@ def staged(directory: Path) -> Iterator[Path]:
     So that of several files, all are written or none; it is made when the first of them is. Raises BadInput.
     """
     made = [each for each in (directory, *directory.parents) if not each.exists()]
-    stage = directory / f".new-{os.getpid()}"
+    stage = directory / f".new-{os.getpid()}-{threading.get_native_id()}"
     for left in directory.glob(".new-*"):  # by a process that was killed, or was of our number
-        if left == stage or not alive(left.name.removeprefix(".new-")):
+        if left == stage or not alive(left.name.split("-")[1]):
             shutil.rmtree(left, ignore_errors=True)
     try:
         yield stage
