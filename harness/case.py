@@ -486,6 +486,8 @@ def open_tensors(path: Path, way_out: str = "export it again") -> Iterator[Any]:
         for name, tensor in header.tensors.items():
             if tensor.dtype is None:
                 raise BadInput(f"{path}: {name} holds numbers of a kind that NumPy lacks; {way_out}")
+            if tensor.dtype.name not in FLOATS:
+                raise BadInput(f"{path}: {name} holds {tensor.dtype.name} numbers; expected one of {', '.join(FLOATS)}")
     except FileNotFoundError as error:
         raise BadInput(f"{path}: no such file") from error
     except OSError as error:

@@ -13,6 +13,7 @@ import shlex
 import shutil
 import sys
 import tempfile
+import warnings
 import webbrowser
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -393,8 +394,12 @@ def write_report(document: dict[str, Any], folder: Path, out: Path) -> None:
 
 @contextmanager
 def judges() -> Iterator[tuple[Executor, Executor]]:
-    """Threads to compare on, and one to draw noise on, each of one thread for BLAS: as many run as there are cores."""
-    with threadpool_limits(1), threads(2, give_way) as pool, threads(1, give_way) as sampler:
+    """Threads to compare on, and one to draw noise on, each of one thread for BLAS: as many run as there are cores.
+
+    NumPy's warning of a signalling NaN is not printed: a trace may hold one, and a gate says so.
+    """
+    with threadpool_limits(1), warnings.catch_warnings(), threads(2, give_way) as pool, threads(1, give_way) as sampler:
+        warnings.filterwarnings("ignore", "invalid value encountered in cast", RuntimeWarning)
         yield pool, sampler
 
 

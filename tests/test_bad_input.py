@@ -851,6 +851,9 @@ BAD: dict[str, Bad] = {
     "trace no safetensors file": Bad(trace("chapter.model.float32.safetensors", zipped()),
         "answers/chapter.model.float32.safetensors: not a readable safetensors file (it is a zip archive, as "
         ".npz, .pt and .bin files are, and only safetensors is read); write it again", compare.main),
+    "trace of integers": Bad(trace("chapter.model.float32.safetensors", [{"output": np.ones((1, 12, 48), np.int64)}]),
+        "answers/chapter.model.float32.safetensors: output holds int64 numbers; expected one of float16, bfloat16, "
+        "float32, float64", compare.main),
     "trace of another case": Bad(trace("chapter.model.float32.safetensors", [OUTPUT, {"case": "0" * 64}]),
         "--trace answers/chapter.model.float32.safetensors: computed from another case; choose it by the flags "
         "that exported it", compare.main),
@@ -991,13 +994,13 @@ def state(folder: Path) -> dict[str, bytes | str]:
 
 @pytest.fixture
 def in_time() -> Iterator[None]:
-    """Whoever waits for a pipe to be written waits for ever; here, for half a minute."""
+    """Whoever waits for a pipe to be written waits for ever; here, for two minutes."""
 
     def stop(*_: object) -> None:
-        raise TimeoutError
+        raise AssertionError("it waits")
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(30)
+    signal.alarm(120)
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
@@ -1029,6 +1032,14 @@ def test_before_anything_is_wrong_the_artifact_is_judged_again(
     old(lambda document: document.pop("traces"))()  # of a release before there were folders of runs
     Path(TRACE).rename(Path("artifacts/traces", Path(TRACE).name))
     assert compare.main([*REJUDGE, *CASE]) == 1 and not capsys.readouterr().err
+
+
+def test_a_signalling_nan_in_a_trace_is_no_warning() -> None:
+    """Which would be a line of its own on standard error; the verdict says that it is NaN."""
+    signalling = np.array([0x7F800001], np.uint32).view(np.float32)
+    with compare.judges() as pools:
+        for pool in pools:
+            assert np.isnan(pool.submit(signalling.astype, np.float64).result())
 
 
 def test_an_export_that_fails_at_its_last_file_leaves_the_old_ones(
