@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from harness.gates import Array, direction
+from impls.spec import AttentionConfig
 
 
 class Bug(NamedTuple):
@@ -39,6 +40,10 @@ class Bug(NamedTuple):
     def forward(self) -> bool:
         """Whether it is in the forward pass."""
         return direction(self.stages[0]) == "forward"
+
+    def possible(self, config: AttentionConfig) -> bool:
+        """Whether a layer can have it: none without biases can lack one."""
+        return self.kind != "biases" or config.attention_bias
 
 
 ALL = ("numpy", "jax", "torch")
@@ -67,12 +72,12 @@ _NORMS_AFTER_ROPE = """
     kr_BSKH = observe("k_rope", rms_norm(kn_BSKH, weights["k_norm.weight"], eps))
 """
 _KV_LINES = """
-    k_BSKH = observe("k_proj", project(x_BTD, weights["k_proj.weight"], K))  # 3.1
-    v_BSKH = observe("v_proj", project(x_BTD, weights["v_proj.weight"], K))  # 3.1
+    k_BSKH = observe("k_proj", project(x_BTD, weights["k_proj.weight"], K, weights.get("k_proj.bias", 0)))  # 3.1
+    v_BSKH = observe("v_proj", project(x_BTD, weights["v_proj.weight"], K, weights.get("v_proj.bias", 0)))  # 3.1
 """
 _KV_SWAPPED = """
-    k_BSKH = observe("k_proj", project(x_BTD, weights["v_proj.weight"], K))
-    v_BSKH = observe("v_proj", project(x_BTD, weights["k_proj.weight"], K))
+    k_BSKH = observe("k_proj", project(x_BTD, weights["v_proj.weight"], K, weights.get("v_proj.bias", 0)))
+    v_BSKH = observe("v_proj", project(x_BTD, weights["k_proj.weight"], K, weights.get("k_proj.bias", 0)))
 """
 _MASK_LINES = """
     mask_TS = inputs.get("attention_mask", causal_mask(s_BNTS))
@@ -92,22 +97,30 @@ _JACOBIAN = "a * (d_a - np.sum(a * d_a, axis=-1, keepdims=True))"
 
 BUGS: tuple[Bug, ...] = (
     # ------------------------------------------------------------------------------------------------ projections, 3.1
-    Bug("kernels_not_transposed", "projections", "W_Q, W_K and W_V read without their transposition (eq. 3.1)", "q_proj", "(x_BTD @ w_ND.T)", "(x_BTD @ w_ND.reshape(w_ND.shape[::-1]))"),
-    Bug("k_kernel_not_transposed", "projections", "W_K read without its transposition (eq. 3.1)", "k_proj", 'project(x_BTD, weights["k_proj.weight"], K)', 'project(x_BTD, weights["k_proj.weight"].T.reshape(-1, x_BTD.shape[-1]), K)'),
-    Bug("v_kernel_not_transposed", "projections", "W_V read without its transposition (eq. 3.1)", "v_proj", 'project(x_BTD, weights["v_proj.weight"], K)', 'project(x_BTD, weights["v_proj.weight"].T.reshape(-1, x_BTD.shape[-1]), K)'),
+    Bug("kernels_not_transposed", "projections", "W_Q, W_K and W_V read without their transposition (eq. 3.1)", "q_proj", "(x_BTD @ w_ND.T", "(x_BTD @ w_ND.reshape(w_ND.shape[::-1])"),
+    Bug("k_kernel_not_transposed", "projections", "W_K read without its transposition (eq. 3.1)", "k_proj", 'project(x_BTD, weights["k_proj.weight"], K, weights.get("k_proj.bias", 0))', 'project(x_BTD, weights["k_proj.weight"].T.reshape(-1, x_BTD.shape[-1]), K, weights.get("k_proj.bias", 0))'),
+    Bug("v_kernel_not_transposed", "projections", "W_V read without its transposition (eq. 3.1)", "v_proj", 'project(x_BTD, weights["v_proj.weight"], K, weights.get("v_proj.bias", 0))', 'project(x_BTD, weights["v_proj.weight"].T.reshape(-1, x_BTD.shape[-1]), K, weights.get("v_proj.bias", 0))'),
     Bug("o_kernel_not_transposed", "projections", "W_O read without its transposition (eq. 3.12)", "output", "@ w_DN.T", "@ w_DN.reshape(w_DN.shape[::-1])"),
-    Bug("k_projected_with_v", "projections", "K computed with W_V (eq. 3.1)", "k_proj", 'project(x_BTD, weights["k_proj.weight"], K)', 'project(x_BTD, weights["v_proj.weight"], K)'),
+    Bug("k_projected_with_v", "projections", "K computed with W_V (eq. 3.1)", "k_proj", 'project(x_BTD, weights["k_proj.weight"], K, weights.get("k_proj.bias", 0))', 'project(x_BTD, weights["v_proj.weight"], K, weights.get("v_proj.bias", 0))'),
     Bug("k_and_v_swapped", "projections", "W_K and W_V exchanged (eq. 3.1)", "k_proj", _KV_LINES, _KV_SWAPPED),
-    Bug("kernel_rows_shifted", "projections", "W_K taken one row off, as from a fused QKV file (eq. 3.1)", "k_proj", 'project(x_BTD, weights["k_proj.weight"], K)', 'project(x_BTD, np.roll(weights["k_proj.weight"], 1, axis=0), K)'),
-    Bug("bias_on_q", "projections", "a bias added to Q, as Qwen2 has one (eq. 3.1)", "q_proj", 'project(x_BTD, weights["q_proj.weight"], N)', 'project(x_BTD, weights["q_proj.weight"], N) + 0.02'),
+    Bug("kernel_rows_shifted", "projections", "W_K taken one row off, as from a fused QKV file (eq. 3.1)", "k_proj", 'project(x_BTD, weights["k_proj.weight"], K, weights.get("k_proj.bias", 0))', 'project(x_BTD, np.roll(weights["k_proj.weight"], 1, axis=0), K, weights.get("k_proj.bias", 0))'),
+    Bug("bias_on_q", "projections", "a bias added to Q, as Qwen2 has one (eq. 3.1)", "q_proj", 'project(x_BTD, weights["q_proj.weight"], N, weights.get("q_proj.bias", 0))', 'project(x_BTD, weights["q_proj.weight"], N, weights.get("q_proj.bias", 0)) + 0.02'),
     Bug("bias_on_output", "projections", "a bias added to the output (eq. 3.12)", "output", "reshape(B, T, N * H) @ w_DN.T", "reshape(B, T, N * H) @ w_DN.T + 0.02"),
     Bug("input_normalised_again", "projections", "the hidden states normalised once more (eq. 3.1)", "q_proj", _TABLES, _TABLES + '\n    x_BTD = x_BTD / np.sqrt(np.mean(x_BTD**2, axis=-1, keepdims=True) + 1e-6)'),
-    Bug("residual_added", "projections", "the hidden states added to the output, as the whole block does (eq. 3.12)", "output", 'observe("output", merge(o_BTNH, weights["o_proj.weight"]))', 'observe("output", merge(o_BTNH, weights["o_proj.weight"]) + x_BTD)'),
-    Bug("v_projected_with_k", "projections", "V computed with W_K (eq. 3.1)", "v_proj", 'project(x_BTD, weights["v_proj.weight"], K)', 'project(x_BTD, weights["k_proj.weight"], K)'),
+    Bug("residual_added", "projections", "the hidden states added to the output, as the whole block does (eq. 3.12)", "output", 'observe("output", merge(o_BTNH, weights["o_proj.weight"], weights.get("o_proj.bias", 0)))', 'observe("output", merge(o_BTNH, weights["o_proj.weight"], weights.get("o_proj.bias", 0)) + x_BTD)'),
+    Bug("v_projected_with_k", "projections", "V computed with W_K (eq. 3.1)", "v_proj", 'project(x_BTD, weights["v_proj.weight"], K, weights.get("v_proj.bias", 0))', 'project(x_BTD, weights["k_proj.weight"], K, weights.get("k_proj.bias", 0))'),
+
+    # ------------------------------------------------------------------------ biases, 3.1 and 3.12, where there are any
+    Bug("q_bias_left_out", "biases", "Q without its bias (eq. 3.1)", "q_proj", ', weights.get("q_proj.bias", 0)', ""),
+    Bug("k_bias_left_out", "biases", "K without its bias (eq. 3.1)", "k_proj", ', weights.get("k_proj.bias", 0)', ""),
+    Bug("v_bias_left_out", "biases", "V without its bias (eq. 3.1)", "v_proj", ', weights.get("v_proj.bias", 0)', ""),
+    Bug("o_bias_left_out", "biases", "the output without its bias (eq. 3.12)", "output", ', weights.get("o_proj.bias", 0)', ""),
+    Bug("biases_left_out", "biases", "the four projections without their biases (eq. 3.1)", "q_proj", _TABLES, _TABLES + '\n    weights = {name: value for name, value in weights.items() if "bias" not in name}'),
+    Bug("bias_gradients_averaged", "biases", "the biases' gradients averaged over tokens instead of summed (eq. 3.1, backward)", "d_q_proj.bias", "np.sum(d_y, axis=(0, 1))", "np.mean(d_y, axis=(0, 1))"),
 
     # --------------------------------------------------------------------------------------- heads, 3.1, 3.11 and 3.12
-    Bug("heads_interleaved", "heads", "Q, K and V cut into heads with the head as the fast index (eq. 3.1)", "q_proj", "w_ND.T).reshape(B, T, heads, -1)", "w_ND.T).reshape(B, T, -1, heads).swapaxes(2, 3)"),
-    Bug("heads_split_without_swap", "heads", "Q, K and V reshaped to heads where a transposition was needed (eq. 3.1)", "q_proj", "w_ND.T).reshape(B, T, heads, -1)", "w_ND.T).reshape(B, heads, T, -1).swapaxes(1, 2)"),
+    Bug("heads_interleaved", "heads", "Q, K and V cut into heads with the head as the fast index (eq. 3.1)", "q_proj", "+ b_N).reshape(B, T, heads, -1)", "+ b_N).reshape(B, T, -1, heads).swapaxes(2, 3)"),
+    Bug("heads_split_without_swap", "heads", "Q, K and V reshaped to heads where a transposition was needed (eq. 3.1)", "q_proj", "+ b_N).reshape(B, T, heads, -1)", "+ b_N).reshape(B, heads, T, -1).swapaxes(1, 2)"),
     Bug("kv_heads_tiled", "heads", "key/value heads tiled instead of repeated (eq. 3.11)", "scores", "np.repeat(x_BSKH, G, axis=2)", "np.tile(x_BSKH, (1, 1, G, 1))"),
     Bug("k_heads_tiled", "heads", "key heads tiled instead of repeated (eq. 3.5)", "scores", "scores(qr_BTNH, share(kr_BSKH, G))", "scores(qr_BTNH, np.tile(kr_BSKH, (1, 1, G, 1)))"),
     Bug("v_heads_tiled", "heads", "value heads tiled instead of repeated (eq. 3.11)", "heads", "mix(a_BNTS, share(v_BSKH, G))", "mix(a_BNTS, np.tile(v_BSKH, (1, 1, G, 1)))"),
@@ -136,7 +149,7 @@ BUGS: tuple[Bug, ...] = (
     Bug("norm_sum_for_mean", "norm", "RMSNorm with the sum for the mean (RMSNorm)", "q_norm", "np.mean(x * x, axis=-1, keepdims=True)", "np.sum(x * x, axis=-1, keepdims=True)"),
     Bug("norm_n_minus_1", "norm", "RMSNorm divided by n − 1 (RMSNorm)", "q_norm", "np.mean(x * x, axis=-1, keepdims=True)", "np.sum(x * x, axis=-1, keepdims=True) / (x.shape[-1] - 1)"),
     Bug("layer_norm", "norm", "LayerNorm in place of RMSNorm (RMSNorm)", "q_norm", "return w_H * (x * inverse_rms(x, eps))", "x = x - np.mean(x, axis=-1, keepdims=True)\n    return w_H * (x * inverse_rms(x, eps))"),
-    Bug("v_normalised", "norm", "V normalised like K (RMSNorm)", "v_proj", 'project(x_BTD, weights["v_proj.weight"], K)', 'rms_norm(project(x_BTD, weights["v_proj.weight"], K), weights["k_norm.weight"], eps)'),
+    Bug("v_normalised", "norm", "V normalised like K (RMSNorm)", "v_proj", 'project(x_BTD, weights["v_proj.weight"], K, weights.get("v_proj.bias", 0))', 'rms_norm(project(x_BTD, weights["v_proj.weight"], K, weights.get("v_proj.bias", 0)), weights["k_norm.weight"], eps)'),
     Bug("norm_skipped", "norm", "Q not normalised (RMSNorm)", "q_norm", 'rms_norm(q_BTNH, weights["q_norm.weight"], eps)', "q_BTNH"),
 
     # ------------------------------------------------------------------------------------------------------------ RoPE
@@ -150,7 +163,7 @@ BUGS: tuple[Bug, ...] = (
     Bug("rope_along_heads", "rope", "RoPE along the head axis (RoPE)", "q_rope", _ROPE, "along = np.arange(x.shape[2]) % x.shape[1]\n    return x * cos_BTH[:, None, along] + rotate_half(x) * sin_BTH[:, None, along]"),
     Bug("rope_half_of_head", "rope", "RoPE on the first half of each head (RoPE)", "q_rope", _ROPE, _ROPE.replace("return ", "turned = ") + "\n    return np.concatenate([turned[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]], axis=-1)"),
     Bug("rope_q_one_position_off", "rope", "the queries' positions off by one (RoPE)", "q_rope", "rope(qn_BTNH, cos_BTH, sin_BTH)", "rope(qn_BTNH, np.roll(cos_BTH, 1, axis=1), np.roll(sin_BTH, 1, axis=1))"),
-    Bug("rope_on_v", "rope", "RoPE applied to V as well (RoPE)", "v_proj", 'project(x_BTD, weights["v_proj.weight"], K)', 'rope(project(x_BTD, weights["v_proj.weight"], K), cos_BTH, sin_BTH)'),
+    Bug("rope_on_v", "rope", "RoPE applied to V as well (RoPE)", "v_proj", 'project(x_BTD, weights["v_proj.weight"], K, weights.get("v_proj.bias", 0))', 'rope(project(x_BTD, weights["v_proj.weight"], K, weights.get("v_proj.bias", 0)), cos_BTH, sin_BTH)'),
     Bug("rope_twice_on_q", "rope", "RoPE applied to Q twice (RoPE)", "q_rope", "rope(qn_BTNH, cos_BTH, sin_BTH)", "rope(rope(qn_BTNH, cos_BTH, sin_BTH), cos_BTH, sin_BTH)"),
 
     # ------------------------------------------------------------------------------------------- scale, 3.3, 3.4, 3.5
@@ -188,26 +201,26 @@ BUGS: tuple[Bug, ...] = (
 
     # ------------------------------------------------------------------------------------------------------- positions
     Bug("last_key_stale", "positions", "the last key replaced by the one before, as from a stale cache (eq. 3.2)", "k_rope", "rope(kn_BSKH, cos_BTH, sin_BTH)", "last_repeated(rope(kn_BSKH, cos_BTH, sin_BTH))"),
-    Bug("last_value_stale", "positions", "the last value replaced by the one before, as from a stale cache (eq. 3.2)", "v_proj", 'project(x_BTD, weights["v_proj.weight"], K)', 'last_repeated(project(x_BTD, weights["v_proj.weight"], K))'),
+    Bug("last_value_stale", "positions", "the last value replaced by the one before, as from a stale cache (eq. 3.2)", "v_proj", 'project(x_BTD, weights["v_proj.weight"], K, weights.get("v_proj.bias", 0))', 'last_repeated(project(x_BTD, weights["v_proj.weight"], K, weights.get("v_proj.bias", 0)))'),
     Bug("last_position_repeated_in_one_head", "positions", "one head's last position replaced by the one before (eq. 3.11)", "heads", _MIX, _MIX.replace("return ", "o_BTNH = ") + "\n    o_BTNH[:, :, 0] = last_repeated(o_BTNH[:, :, 0])\n    return o_BTNH"),
-    Bug("output_shifted", "positions", "the output shifted by one position (eq. 3.12)", "output", 'observe("output", merge(o_BTNH, weights["o_proj.weight"]))', 'observe("output", np.roll(merge(o_BTNH, weights["o_proj.weight"]), 1, axis=1))'),
-    Bug("last_position_repeated", "positions", "the last position's output replaced by the one before (eq. 3.12)", "output", 'observe("output", merge(o_BTNH, weights["o_proj.weight"]))', 'observe("output", last_repeated(merge(o_BTNH, weights["o_proj.weight"])))'),
+    Bug("output_shifted", "positions", "the output shifted by one position (eq. 3.12)", "output", 'observe("output", merge(o_BTNH, weights["o_proj.weight"], weights.get("o_proj.bias", 0)))', 'observe("output", np.roll(merge(o_BTNH, weights["o_proj.weight"], weights.get("o_proj.bias", 0)), 1, axis=1))'),
+    Bug("last_position_repeated", "positions", "the last position's output replaced by the one before (eq. 3.12)", "output", 'observe("output", merge(o_BTNH, weights["o_proj.weight"], weights.get("o_proj.bias", 0)))', 'observe("output", last_repeated(merge(o_BTNH, weights["o_proj.weight"], weights.get("o_proj.bias", 0))))'),
 
     # ------------------------------------------------------------------- precision: bf16, fp16 and tf32 round and return
-    Bug("projections_tf32", "precision", "projections in TF32 (eq. 3.1)", "q_proj", "(x_BTD @ w_ND.T)", "(tf32(x_BTD) @ tf32(w_ND).T)"),
+    Bug("projections_tf32", "precision", "projections in TF32 (eq. 3.1)", "q_proj", "(x_BTD @ w_ND.T", "(tf32(x_BTD) @ tf32(w_ND).T"),
     Bug("scores_tf32", "precision", "Q K^T in TF32 (eq. 3.5)", "scores", "(q_BNTH @ k_BNHS)", "(tf32(q_BNTH) @ tf32(k_BNHS))"),
     Bug("values_tf32", "precision", "A V in TF32 (eq. 3.11)", "heads", "(a_BNTS @ v_BSNH.transpose(0, 2, 1, 3))", "(tf32(a_BNTS) @ tf32(v_BSNH).transpose(0, 2, 1, 3))"),
     Bug("output_tf32", "precision", "the output's projection in TF32 (eq. 3.12)", "output", "o_BTNH.reshape(B, T, N * H) @ w_DN.T", "tf32(o_BTNH).reshape(B, T, N * H) @ tf32(w_DN).T"),
-    Bug("k_weights_float16", "precision", "W_K held in float16 (eq. 3.1)", "k_proj", 'project(x_BTD, weights["k_proj.weight"], K)', 'project(x_BTD, fp16(weights["k_proj.weight"]), K)'),
+    Bug("k_weights_float16", "precision", "W_K held in float16 (eq. 3.1)", "k_proj", 'project(x_BTD, weights["k_proj.weight"], K, weights.get("k_proj.bias", 0))', 'project(x_BTD, fp16(weights["k_proj.weight"]), K, weights.get("k_proj.bias", 0))'),
     Bug("norm_bfloat16", "precision", "Q and K normalised in bfloat16 (RMSNorm)", "q_norm", "return w_H * (x * inverse_rms(x, eps))", "return bf16(w_H * (x * inverse_rms(x, eps)))"),
     Bug("rope_tables_bfloat16", "precision", "RoPE tables held in bfloat16 (RoPE)", "q_rope", _TABLES, _TABLES.replace('inputs["cos"], inputs["sin"]', 'bf16(inputs["cos"]), bf16(inputs["sin"])')),
     Bug("scores_bfloat16", "precision", "scores held in bfloat16 (eq. 3.5)", "scores", 'observe("scores", scores(qr_BTNH, share(kr_BSKH, G)))', 'observe("scores", bf16(scores(qr_BTNH, share(kr_BSKH, G))))'),
     Bug("scores_float16", "precision", "scores held in float16 (eq. 3.5)", "scores", 'observe("scores", scores(qr_BTNH, share(kr_BSKH, G)))', 'observe("scores", fp16(scores(qr_BTNH, share(kr_BSKH, G))))'),
     Bug("probs_bfloat16", "precision", "probabilities held in bfloat16 (eq. 3.6)", "probs", 'observe("probs", softmax(m_BNTS))', 'observe("probs", bf16(softmax(m_BNTS)))'),
-    Bug("values_bfloat16", "precision", "values held in bfloat16, as in a cache (eq. 3.1)", "v_proj", 'project(x_BTD, weights["v_proj.weight"], K)', 'bf16(project(x_BTD, weights["v_proj.weight"], K))'),
-    Bug("output_bfloat16", "precision", "the output rounded to bfloat16 (eq. 3.12)", "output", 'observe("output", merge(o_BTNH, weights["o_proj.weight"]))', 'observe("output", bf16(merge(o_BTNH, weights["o_proj.weight"])))'),
+    Bug("values_bfloat16", "precision", "values held in bfloat16, as in a cache (eq. 3.1)", "v_proj", 'project(x_BTD, weights["v_proj.weight"], K, weights.get("v_proj.bias", 0))', 'bf16(project(x_BTD, weights["v_proj.weight"], K, weights.get("v_proj.bias", 0)))'),
+    Bug("output_bfloat16", "precision", "the output rounded to bfloat16 (eq. 3.12)", "output", 'observe("output", merge(o_BTNH, weights["o_proj.weight"], weights.get("o_proj.bias", 0)))', 'observe("output", bf16(merge(o_BTNH, weights["o_proj.weight"], weights.get("o_proj.bias", 0))))'),
     Bug("gradient_bfloat16", "precision", "the gradient rounded to bfloat16 (eq. 3.12)", "d_heads", "(d_y_BTD @ w_DN)", "bf16(d_y_BTD @ w_DN)"),
-    Bug("input_bfloat16", "precision", "hidden states rounded to bfloat16 (eq. 3.1)", "q_proj", "(x_BTD @ w_ND.T)", "(bf16(x_BTD) @ w_ND.T)"),
+    Bug("input_bfloat16", "precision", "hidden states rounded to bfloat16 (eq. 3.1)", "q_proj", "(x_BTD @ w_ND.T", "(bf16(x_BTD) @ w_ND.T"),
 
     # -------------------------------------------------------------------------- dtype: not what the run has declared
     Bug("float64_scale", "dtype", "scores in float64 by a NumPy scalar, whatever was asked for (eq. 3.5)", "scores", "(q_BNTH @ k_BNHS) * q_BTNH.shape[-1] ** -0.5", "(q_BNTH @ k_BNHS) * np.float64(q_BTNH.shape[-1]) ** -0.5"),
@@ -246,7 +259,7 @@ BUGS: tuple[Bug, ...] = (
 
     # --------------------------------------------------------------------------------------------------- what runs them
     Bug("inputs_stale", "runner", "the inputs of an earlier run", "q_proj", _TABLES, _TABLES.replace("= inputs", '= forward.__dict__.setdefault(inputs["cos"].dtype.name, (inputs').replace('"sin"]', '"sin"]))')),
-    Bug("output_stale", "runner", "the output of an earlier run", "output", 'observe("output", merge(o_BTNH, weights["o_proj.weight"]))', 'observe("output", forward.__dict__.setdefault(x_BTD.dtype.name, merge(o_BTNH, weights["o_proj.weight"])))'),
+    Bug("output_stale", "runner", "the output of an earlier run", "output", 'observe("output", merge(o_BTNH, weights["o_proj.weight"], weights.get("o_proj.bias", 0)))', 'observe("output", forward.__dict__.setdefault(x_BTD.dtype.name, merge(o_BTNH, weights["o_proj.weight"], weights.get("o_proj.bias", 0))))'),
     Bug("gradients_stale", "runner", "the gradients of an earlier run", "d_probs", '    weights, eps, G = cache["weights"]', '    cache = backward.__dict__.setdefault(d_y_BTD.dtype.name, cache)\n    weights, eps, G = cache["weights"]'),
     Bug("scores_recorded_from_earlier_run", "runner", "scores recorded from an earlier run", "scores", 's_BNTS = observe("scores", scores(qr_BTNH, share(kr_BSKH, G)))', 's_BNTS = scores(qr_BTNH, share(kr_BSKH, G))\n    observe("scores", forward.__dict__.setdefault(x_BTD.dtype.name, s_BNTS))'),
     Bug("probs_recorded_before_mask", "runner", "probabilities recorded before the mask", "probs", 'a_BNTS = observe("probs", softmax(m_BNTS))', 'a_BNTS = softmax(m_BNTS)\n    observe("probs", softmax(s_BNTS))'),
@@ -268,6 +281,7 @@ BUGS += (
     # ------------------------------------------------------------------------------------------------------------- JAX
     _port("jax", "kernels_not_transposed", "weights[name].T for", "weights[name].reshape(weights[name].shape[::-1]) for"),
     _port("jax", "v_projected_with_k", "self.v_proj[...]", "self.k_proj[...]"),
+    _port("jax", "v_bias_left_out", "self.v_proj[...], K, self.v_bias", "self.v_proj[...], K"),
     _port("jax", "kv_heads_tiled", "jnp.repeat(x_BSKH, G, axis=2)", "jnp.tile(x_BSKH, (1, 1, G, 1))"),
     _port("jax", "two_heads_exchanged", "o_BTNH.reshape(B, T, N * H)", "o_BTNH[:, :, jnp.array([*range(N)[1::-1], *range(2, N)])].reshape(B, T, N * H)"),
     _port("jax", "q_normalised_with_k", "self.q_norm[...], eps", "self.k_norm[...], eps"),
@@ -285,6 +299,7 @@ BUGS += (
     # --------------------------------------------------------------------------------------------------------- PyTorch
     _port("torch", "v_projected_with_k", "self.v_proj.weight", "self.k_proj.weight + 0 * self.v_proj.weight"),
     _port("torch", "heads_split_without_swap", ".unflatten(-1, (heads, -1))", ".reshape(x_BTD.shape[0], heads, x_BTD.shape[1], -1).transpose(1, 2)"),
+    _port("torch", "o_bias_left_out", "merge(o_BTNH, self.o_proj.weight, self.o_proj.bias)", "merge(o_BTNH, self.o_proj.weight, 0 * self.o_proj.bias)"),
     _port("torch", "kv_heads_tiled", "x_BSKH.repeat_interleave(G, dim=2)", "x_BSKH.repeat(1, 1, G, 1)"),
     _port("torch", "q_normalised_with_k", "self.q_norm.weight, eps", "self.k_norm.weight + 0 * self.q_norm.weight, eps"),
     _port("torch", "norm_one_plus_weight", "return w_H * (z", "return (1 + w_H) * (z"),
@@ -292,7 +307,7 @@ BUGS += (
     _port("torch", "scale_left_out", "torch.matmul(q_BNTH, k_BNHS) * q_BTNH.shape[-1] ** -0.5", "torch.matmul(q_BNTH, k_BNHS)"),
     _port("torch", "mask_off_by_one", "triu(diagonal=1)", "triu(diagonal=2)"),
     _port("torch", "softmax_plus_1e-6", "e_BNTS.sum(dim=-1, keepdim=True)", "(e_BNTS.sum(dim=-1, keepdim=True) + 1e-6)"),
-    _port("torch", "last_position_repeated", 'observe("output", merge(o_BTNH, self.o_proj.weight))', 'observe("output", merge(o_BTNH[:, [*range(o_BTNH.shape[1] - 1), max(o_BTNH.shape[1] - 2, 0)]], self.o_proj.weight))'),
+    _port("torch", "last_position_repeated", 'observe("output", merge(o_BTNH, self.o_proj.weight, self.o_proj.bias))', 'observe("output", merge(o_BTNH[:, [*range(o_BTNH.shape[1] - 1), max(o_BTNH.shape[1] - 2, 0)]], self.o_proj.weight, self.o_proj.bias))'),
     _port("torch", "probs_bfloat16", 'observe("probs", softmax(m_BNTS))', 'observe("probs", softmax(m_BNTS).bfloat16().to(m_BNTS.dtype))'),
     _port("torch", "jacobian_without_rank_one_term", "/ e_BNTS.sum(dim=-1, keepdim=True)", "/ e_BNTS.sum(dim=-1, keepdim=True).detach()"),
     _port("torch", "k_detached", "scores(qr_BTNH, share(kr_BSKH, G))", "scores(qr_BTNH, share(kr_BSKH.detach() + 0 * kr_BSKH, G))"),

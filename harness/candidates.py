@@ -3,8 +3,9 @@
     function(weights, inputs, config) -> output, or a dict of stages with at least "output"
 
 `weights` and `inputs` are dicts of NumPy arrays by the names of `impls.spec.WEIGHTS` and "hidden_states", "cos", "sin",
-"d_output"; `config` is an AttentionConfig. Stages have the names and shapes of `impls.spec.STAGES`; a gradient is "d_"
-and the name of what it belongs to. Arrays of NumPy, JAX and PyTorch are taken.
+"d_output"; `config` is an AttentionConfig, and where its attention_bias is true, weights has `impls.spec.BIASES`, too.
+Stages have the names and shapes of `impls.spec.STAGES`; a gradient is "d_" and the name of what it belongs to. Arrays
+of NumPy, JAX and PyTorch are taken.
 """
 
 import contextlib

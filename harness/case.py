@@ -2,7 +2,7 @@
 
 It lives in files, each with one writer, so that any step can be repeated alone:
 
-    <name>.safetensors            the six weights of `impls.spec.WEIGHTS`; metadata `config` and `source` (JSON)
+    <name>.safetensors            the weights of `impls.spec.weight_shapes`; metadata `config` and `source` (JSON)
     <name>.<input>.safetensors    hidden_states [B,T,D], cos and sin [B,T,H], d_output [B,T,D]; of a padded batch also
                                   attention_mask [B,T], 1 for a token and 0 for padding; metadata `source` (JSON)
 
@@ -30,7 +30,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from harness.files import header_length, is_number, is_whole, nearest, parse, read_header
-from impls.spec import WEIGHTS, AttentionConfig, weight_shapes
+from impls.spec import BIASES, WEIGHTS, AttentionConfig, weight_shapes
 
 Array = np.ndarray
 Arrays = dict[str, Array]
@@ -172,8 +172,9 @@ def bfloat16(x: Array) -> Array:
 def seeded_weights(config: AttentionConfig, seed: int) -> Arrays:
     """Lifelike weights, behind which no bug hides: bfloat16 numbers in float32 arrays, shapes of `weight_shapes`.
 
-    Projections are normal with standard deviation 0.64 / √inputs, which is 0.02 for Qwen3-0.6B's q, k and v. The
-    norms' weights are log-normal, e^(0.4 z), with one channel in 32 four times larger; q's and k's differ.
+    Projections are normal with standard deviation 0.64 / √inputs, which is 0.02 for Qwen3-0.6B's q, k and v; biases,
+    where there are any, with 0.64, as what they are added to for plain normal inputs. The norms' weights are
+    log-normal, e^(0.4 z), with one channel in 32 four times larger; q's and k's differ.
     Measured for Qwen3-0.6B, 20 seeds, `chapter` at T = 12: scores have standard deviation 1.5 to 3.0, and the
     softmax's entropy is 0.60 of ln(visible keys) on average (5 % of its rows below 0.2, 5 % above 0.9), so that
     attention is neither flat nor saturated.
@@ -183,6 +184,8 @@ def seeded_weights(config: AttentionConfig, seed: int) -> Arrays:
         weight = normal(seed, name, *shape)
         if len(shape) == 2:
             weight *= np.float32(0.64 / math.sqrt(shape[1]))
+        elif name in BIASES:
+            weight *= np.float32(0.64)
         else:
             weight = exp(0.4 * weight.astype(np.float64))
             weight[order(seed, f"{name} large", *shape) < max(1, shape[0] // 32)] *= 4
@@ -261,6 +264,8 @@ def write_weights(
     """Writes `<name>.safetensors` into `directory`, made if need be. Raises BadInput where it cannot."""
     path = directory / f"{name}.safetensors"
     stored = {"model_type": "qwen3", **asdict(config), "rope_theta": theta}
+    if not config.attention_bias:  # a file that does not say has none, as Hugging Face reads it
+        del stored["attention_bias"]
     write_tensors(path, weights, {"config": stored, "source": source})
     return path
 
@@ -386,9 +391,14 @@ def seeded_case(
 
 def read_case(weights: Path, inputs: Mapping[str, Path] | None = None) -> Case:
     """The case in these files, checked; without `inputs`, those that lie beside the weights. Raises BadInput."""
-    tensors, metadata = read_tensors(weights, WEIGHTS)
+    tensors, metadata = read_tensors(weights, WEIGHTS, optional=BIASES)
     stored, source = (read_json(metadata.get(key), f"{weights}: metadata {key!r}") for key in ("config", "source"))
     config, theta = layer_config(stored, str(weights))
+    if wrong := weight_shapes(config).keys() ^ tensors.keys():
+        verb, says = ("lacks", "true") if config.attention_bias else ("also holds", "false")
+        raise BadInput(
+            f"{weights}: {verb} {', '.join(sorted(wrong))}, while its attention_bias is {says}; export it again"
+        )
     for key, least in (("layer", 0), ("seed", 0)):
         if not is_whole(source.get(key, least), least):
             raise BadInput(
@@ -523,7 +533,7 @@ def read_tensors(path: Path, names: Iterable[str], optional: Collection[str] = (
 
 
 def check_weights(tensors: Mapping[str, Array], config: AttentionConfig, where: str) -> Arrays:
-    """The six weights, each as `check_tensor` gives it."""
+    """The layer's weights, each as `check_tensor` gives it."""
     return {name: check_tensor(tensors[name], name, shape, where) for name, shape in weight_shapes(config).items()}
 
 
@@ -532,7 +542,8 @@ def check_tensor(value: Array, name: str, shape: tuple[int, ...], where: str) ->
     if value.dtype.name not in FLOATS:
         raise BadInput(f"{where}: {name} holds {value.dtype.name} numbers; expected one of {', '.join(FLOATS)}")
     if value.shape != shape:
-        letters = f" = [{', '.join(WEIGHTS[name])}]" if name in WEIGHTS else ""
+        key = (WEIGHTS | BIASES).get(name)
+        letters = f" = [{', '.join(key)}]" if key else ""
         hint = "; head_dim (H) is a size of its own, not hidden_size / num_attention_heads" if "proj" in name else ""
         raise BadInput(f"{where}: {name} has shape {list(value.shape)}, expected {list(shape)}{letters}{hint}")
     with np.errstate(over="ignore"):

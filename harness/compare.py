@@ -24,7 +24,7 @@ from typing import Any
 
 from threadpoolctl import threadpool_limits
 
-from harness import artifact, bugs, environment, exchange
+from harness import artifact, bugs, environment, exchange, long
 from harness.case import BadInput, alive, open_tensors
 from harness.document import Layer, assemble, conclude
 from harness.export import Arguments, add_case_arguments, check_layers, command, open_cases, print_any_text
@@ -292,9 +292,14 @@ def compare(
             names = [*processes, *(here or {}), *traces]
             layers: list[Layer] = []
             for case in open_cases(options, directory):
+                if long.is_long(case):
+                    long.check(case, names, options.dtype, bool(options.candidate or traces or here))
+                    names = list(dict.fromkeys(["hf-sdpa", *names]))
+                    case, dtypes, ropes = long.shortened(case), ("float32",), ropes[-1:]
                 settings = [Setting(name, rope, dtype) for name in case.inputs for rope in ropes for dtype in dtypes]
                 case = case.rounded(dtypes[-1])
-                judge = Judging(case, names, settings, pool, sampler, folder)
+                judging = long.RowJudging if long.is_long(case) else Judging
+                judge = judging(case, names, settings, pool, sampler, folder)
                 exchange.land(traces, case, judge, settings)
                 workers.run(case, settings, judge, folder, options.keep_all, here)
                 layers.append(conclude(judge, names, {name for layer in layers for name in layer.diagnoses}))
@@ -313,7 +318,7 @@ def let_go(judge: Judging, layers: Sequence[Layer], folder: Path, keep_all: bool
     for files in judge.files.values():
         path = Path(files[""])
         if path.is_relative_to(folder) and path.parent not in stays:
-            path.unlink()
+            path.unlink(missing_ok=True)  # of a long case, the layer in float32 has two names
 
 
 def rejudge(options: argparse.Namespace, command: str) -> dict[str, Any]:

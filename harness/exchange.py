@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from harness.case import BadInput, Case, open_tensors, staged, write_tensors
-from harness.gates import EQUATION, direction, letters
+from harness.gates import EQUATION, direction, letters, whole
 from harness.judging import Judging
 from harness.runners import PROBES, Setting, given, probe_cases, probe_file
-from impls.spec import WEIGHTS, weight_shapes
+from impls.spec import BIASES, WEIGHTS, weight_shapes
 
 Answers = Mapping[str, Sequence[Path]]
 
@@ -30,14 +30,14 @@ HOW = (
 
 
 EQUATIONS = {
-    "q_proj": "X W^T, cut into N heads of H; k_proj and v_proj into K heads",
+    "q_proj": "X W^T, plus q_proj.bias if there is one, cut into N heads of H; k_proj and v_proj alike into K heads",
     "q_norm": "w * x / sqrt(mean(x^2) + rms_norm_eps), over each head by itself; k_norm alike",
     "q_rope": "x * cos + rot(x) * sin with rot([x1, x2]) = [-x2, x1] of the two halves of a head; k_rope alike",
     "scores": "q . k / sqrt(H); query head n reads key/value head n // G",
     "masked_scores": "scores where key <= query, else -infinity (or any number that no score comes near)",
     "probs": "softmax of a row",
     "heads": "probs V",
-    "output": "heads, concatenated, times W_O^T",
+    "output": "heads, concatenated, times W_O^T, plus o_proj.bias if there is one",
 }
 
 
@@ -78,7 +78,7 @@ def write_files(case: Case, dtypes: Sequence[str], folder: Path) -> list[Path]:
             probe_file(folder, setting.input).unlink()
 
     B, T, _ = next(iter(case.inputs.values()))["hidden_states"].shape
-    shapes = weight_shapes(case.config)
+    shapes, axes = weight_shapes(case.config), WEIGHTS | BIASES
     document = {
         "how": HOW,
         "case": case.sha256["weights"],
@@ -91,16 +91,16 @@ def write_files(case: Case, dtypes: Sequence[str], folder: Path) -> list[Path]:
         "equations": EQUATIONS,
         "config": asdict(case.config),
         "sizes": case.config.sizes() | {"B": B, "T": T, "S": T},
-        "weights": {name: {"letters": WEIGHTS[name], "shape": shapes[name]} for name in WEIGHTS},
+        "weights": {name: {"letters": axes[name], "shape": shape} for name, shape in shapes.items()},
         "runs": runs,
         "stages": [
             {
                 "name": name,
-                "equation": equation,
+                "equation": EQUATION[name],
                 "direction": direction(name),
-                "letters": letters(name) or " ".join(WEIGHTS[name.removeprefix("d_")]),
+                "letters": letters(name) or " ".join(axes[name.removeprefix("d_")]),
             }
-            for name, equation in EQUATION.items()
+            for name in whole(case.config)
         ],
     }
     files.append(folder / "case.json")

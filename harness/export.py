@@ -1,6 +1,6 @@
 """Case files from a local Hugging Face checkpoint or from a seed:  python -m harness.export
 
-Reads `config.json` and the six tensors of the layer asked for, never the model, without transformers.
+Reads `config.json` and the tensors of the layer asked for, never the model, without transformers.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from harness.case import (
     write_weights,
 )
 from harness.files import is_whole, nearest
-from impls.spec import WEIGHTS, AttentionConfig, weight_shapes
+from impls.spec import AttentionConfig, weight_shapes
 
 if TYPE_CHECKING:
     from harness.checkpoint import Checkpoint
@@ -117,8 +117,9 @@ def export_layer(checkpoint: "Checkpoint", layer: int, directory: Path) -> Path:
 
     The name of a model of the hub is its id and commit: `Qwen--Qwen3-0.6B-c1899de289a0-layer0`.
     """
-    qwen3_config(checkpoint.fields, layer, f"{checkpoint.where}/config.json")  # refuses before anything is fetched
-    checkpoint.prefetch(f"{base}layers.{layer}.self_attn.{name}" for base in ("model.", "") for name in WEIGHTS)
+    config, _ = qwen3_config(checkpoint.fields, layer, f"{checkpoint.where}/config.json")  # refuses before it fetches
+    names = weight_shapes(config)
+    checkpoint.prefetch(f"{base}layers.{layer}.self_attn.{name}" for base in ("model.", "") for name in names)
     given = checkpoint.fields, checkpoint.get, layer, checkpoint.where, checkpoint.files
     weights, config, theta, dtype = extract_layer(*given)
     checkpoint.prefetch(())  # memory holds no layer twice
@@ -220,7 +221,7 @@ def qwen3_config(fields: Mapping[str, Any], layer: int, where: str) -> tuple[Att
 
 
 def not_plain(known: Mapping[str, Any], rope: Mapping[str, Any], layer: int) -> str | None:
-    """Why this layer is more than causal attention with plain RoPE and no biases, if it is."""
+    """Why this layer is more than causal attention with plain RoPE, if it is."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default" or any(isinstance(value, dict) for value in rope.values()):
         return f"RoPE of the type {kind!r}" if kind != "default" else "RoPE that differs from layer to layer"
@@ -228,8 +229,6 @@ def not_plain(known: Mapping[str, Any], rope: Mapping[str, Any], layer: int) -> 
         return "RoPE on a part of each head (partial_rotary_factor)"
     if known.get("quantization_config"):
         return "quantised weights (quantization_config)"
-    if known.get("attention_bias"):
-        return "projections with biases (attention_bias)"
     if types := known.get("layer_types"):
         if not isinstance(types, list) or len(types) != known["num_hidden_layers"]:
             return "layer_types without one entry for each layer"

@@ -32,7 +32,6 @@ from harness.case import Case
 from harness.environment import SIGNIFICAND
 from harness.gates import (
     EQUATION,
-    NAMES,
     ROUNDING,
     Finding,
     Trace,
@@ -43,10 +42,10 @@ from harness.gates import (
     probes,
     structure,
     tolerance,
+    whole,
 )
 from harness.runners import CACHED, FUSED, LIBRARIES, PROBES, REFERENCES, Setting, fetch, ours, probe_cases, shown
 from impls import numpy_attention
-from impls.spec import GRADIENTS
 
 LAYER = "hf-eager"
 """Hugging Face's layer: in a row's `against`, in the row's own dtype."""
@@ -140,6 +139,9 @@ class Judging:
     folder: receives the probes.
     """
 
+    rows: list[int] | None = None
+    """The positions that a run keeps the stages of; None for all of them, forward and backward."""
+
     def __init__(
         self,
         case: Case,
@@ -151,7 +153,7 @@ class Judging:
     ):
         self.case, self.settings, self.pool = case, list(settings), pool
         self.fused = any(name in FUSED or not ours(name) for name in names)
-        self.waiting = list(comparisons(names, settings))
+        self.waiting = list(self.comparisons(names, settings))
         self.uses = Counter(key for comparison in self.waiting for key in comparison.traces())
         self.files: dict[Key, Mapping[str, str]] = {}
         self.traces: dict[Key, Trace] = {}
@@ -166,6 +168,10 @@ class Judging:
         self.answers, reasons = probe_cases(case.config, folder) if self.tolerances else ({}, {})
         for comparison in [each for each in self.waiting if each.setting.input in reasons]:
             self.skip(comparison, reasons[comparison.setting.input])
+
+    def comparisons(self, names: Sequence[str], settings: Sequence[Setting]) -> Iterator[Comparison]:
+        """Every comparison to make."""
+        return comparisons(names, settings)
 
     def land(self, name: str, setting: Setting, files: Mapping[str, str]) -> None:
         """A trace has been written."""
@@ -257,7 +263,7 @@ class Judging:
             own = {name: value for name, value in own.items() if name not in large}
             reason = f"{', '.join(large)} of the {comparison.setting.input} input are beyond float16, in the layer, too"
         try:
-            expected = set(shown(comparison.name)) - set(large)
+            expected = set(shown(comparison.name, whole(self.case.config))) - set(large)
             if others:  # saved traces lack the large gradients, the layer's own, too
                 expected &= truth.keys()
             findings = self._findings(comparison, own, other, truth, expected)
@@ -418,7 +424,7 @@ def first_divergence(findings: Sequence[tuple[Judged, Finding]], head_dim: int) 
         return None
     seen = {finding.stage for _, finding in findings}
     gates = ("precision", "structure", "local", "probes", "tolerance", "contract")
-    order = {name: index for index, name in enumerate(NAMES)}
+    order = {name: index for index, name in enumerate(EQUATION)}
 
     def place(each: tuple[Judged, Finding]) -> tuple[bool, int, int, float]:
         gate, finding = each[0].comparison.gate, each[1]
@@ -443,7 +449,7 @@ def where(name: str, index: tuple[int, ...] | None, head_dim: int) -> tuple[int 
     if index is None:
         return None, None
     at = dict(zip(letters(name), index, strict=False))
-    if name in ("d_q_proj.weight", "d_k_proj.weight", "d_v_proj.weight"):
+    if name in (f"d_{path}_proj.{kind}" for path in "qkv" for kind in ("weight", "bias")):
         return index[0] // head_dim, None
     if name == "d_o_proj.weight":
         return index[1] // head_dim, None
@@ -511,9 +517,12 @@ def pairwise(
     return pairs
 
 
-def not_checked(name: str, runs: Sequence[tuple[int, Setting]], results: Iterable[Judged]) -> list[str]:
-    """What no gate saw of an implementation, in words; `runs` are the layers and settings that were asked for."""
-    said = [] if (words := _unseen(name, results)) is None else [words]
+def not_checked(
+    name: str, runs: Sequence[tuple[int, Setting]], results: Iterable[Judged], entries: Sequence[str]
+) -> list[str]:
+    """What no gate saw of an implementation, in words; `runs` are the layers and settings that were asked for,
+    `entries` those of a whole trace."""
+    said = [] if (words := _unseen(name, results, entries)) is None else [words]
     made = {(result.layer, result.comparison) for result in results}
     gates = {"structure": {"float64"}, "local, tolerance": ROUNDING.keys() - {"float64"}, "probes": {"float32"}}
     for gate, dtypes in gates.items():
@@ -533,21 +542,22 @@ def not_checked(name: str, runs: Sequence[tuple[int, Setting]], results: Iterabl
     return [*said, *dict.fromkeys(f"{each.comparison.gate}: {each.not_checked}" for each in mine)]
 
 
-def _unseen(name: str, results: Iterable[Judged]) -> str | None:
+def _unseen(name: str, results: Iterable[Judged], entries: Sequence[str]) -> str | None:
     """Which stages and gradients an implementation did not show."""
     if ours(name):
-        missing = [entry for entry in NAMES if entry not in shown(name)]
+        missing = [entry for entry in entries if entry not in shown(name, entries)]
         if name in CACHED:
             return "scores, all gradients: decoding computes no score of a later key, and goes forward alone"
         return f"{', '.join(missing)}: a fused kernel does not show them" if missing else None
     seen = {each.stage for result in results if result.comparison.name == name for each in result.findings}
     if not seen:
         return None
-    if not seen & set(NAMES) - {"output"}:
+    if not seen & set(entries) - {"output"}:
         return "all but the output, which is all that it returned: stages and gradients"
-    missing = [entry for entry in NAMES if entry not in seen]
-    if set(GRADIENTS) <= set(missing):
-        missing = [*(entry for entry in missing if entry not in GRADIENTS), "all gradients"]
+    missing = [entry for entry in entries if entry not in seen]
+    gradients = {entry for entry in entries if direction(entry) == "backward"}
+    if gradients <= set(missing):
+        missing = [*(entry for entry in missing if entry not in gradients), "all gradients"]
     return f"{', '.join(missing)}: not returned" if missing else None
 
 

@@ -32,9 +32,9 @@ from threadpoolctl import threadpool_limits
 
 from harness import artifact
 from harness.bugs import BUGS, Bug, bf16, compiled, stands, variant
-from harness.case import BadInput, Case
+from harness.case import QWEN3_0_6B, BadInput, Case
 from harness.export import Arguments, add_case_arguments, command, open_cases
-from harness.gates import NAMES, Array, Finding, Trace, compared, errors, local, probes, seen_by, structure
+from harness.gates import EQUATION, Array, Finding, Trace, compared, errors, local, probes, seen_by, structure, whole
 from harness.gates import tolerance as tolerances_of
 from harness.gates.tolerance import Tolerance
 from harness.report.console import make_console
@@ -80,7 +80,7 @@ class Scene:
 
     def __init__(self, weights: Trace, inputs: Trace, d_output: Array, config: AttentionConfig, backward: bool = True):
         self.weights, self.inputs, self.d_output, self.config = weights, inputs, d_output, config
-        self.projections: dict[tuple[int, int], tuple[Array, Array, Array]] = {}
+        self.projections: dict[tuple[int, int, int], tuple[Array, Array, Array | int, Array]] = {}
         self.page = self._run(variant("numpy"), backward)
 
     def hypothesis(self, bug: Bug, until: str = "") -> dict[str, Array]:
@@ -148,10 +148,10 @@ class Scene:
         if project.__code__ not in compiled("numpy").co_consts:
             return
 
-        def remembered(x: Array, w: Array, heads: int) -> Array:
-            if (id(x), id(w)) not in self.projections:
-                self.projections[id(x), id(w)] = (x, w, project(x, w, heads))
-            return self.projections[id(x), id(w)][2]
+        def remembered(x: Array, w: Array, heads: int, b: Array | int = 0) -> Array:
+            if (id(x), id(w), id(b)) not in self.projections:
+                self.projections[id(x), id(w), id(b)] = (x, w, b, project(x, w, heads, b))
+            return self.projections[id(x), id(w), id(b)][-1]
 
         module.__dict__["project"] = remembered
 
@@ -174,7 +174,7 @@ def diagnose(
         judge = _Judge(scene, None if exact else (tolerances or {})[setting])
         if judge.same(trace):
             continue
-        found = {bug: judge.fit(bug, trace) for bug in (_imaginable() if fits is None else fits)}
+        found = {bug: judge.fit(bug, trace) for bug in (_imaginable(case.config) if fits is None else fits)}
         before = fits or {}
         fits = {bug: max(fit, before.get(bug, fit)) for bug, fit in found.items() if fit}
         if not fits:
@@ -187,9 +187,9 @@ def diagnose(
     return " or ".join(dict.fromkeys(says for _, says in best))
 
 
-def _imaginable() -> list[Bug]:
-    """The bugs that can be tried on the page as it stands."""
-    return [bug for bug in BUGS if "numpy" in bug.frameworks and stands("numpy", bug)]
+def _imaginable(config: AttentionConfig) -> list[Bug]:
+    """The bugs that a layer can have and that can be tried on the page as it stands."""
+    return [bug for bug in BUGS if "numpy" in bug.frameworks and bug.possible(config) and stands("numpy", bug)]
 
 
 class _Judge:
@@ -280,7 +280,7 @@ def blind_to(case: Case, tolerances: Mapping[Setting, Tolerance]) -> list[dict[s
     first positions, is larger than what rounding may do there. The scene that shows most comes first; what it shows is
     not tried again.
     """
-    unseen = {bug: 0.0 for bug in _imaginable() if bug.forward and bug.kind not in ("dtype", "runner")}
+    unseen = {bug: 0.0 for bug in _imaginable(case.config) if bug.forward and bug.kind not in ("dtype", "runner")}
     weights = {name: np.asarray(value, np.float64) for name, value in case.weights.items()}
     scenes: list[Scene] = []
     for setting in sorted(tolerances, key=lambda s: (s.rope != "model", s.input != "chapter")):
@@ -385,18 +385,18 @@ def examine(
     for scene in scenes:
         if not failed["S"]:
             trace = run(module, *scene.exact, config)
-            failed["S"] = _failing(structure.judge, trace, scene.truth, *scene.exact[:2], config, NAMES)
+            failed["S"] = _failing(structure.judge, trace, scene.truth, *scene.exact[:2], config, whole(config))
         if not (failed["L"] and failed["T"]):
             trace = run(module, *scene.given, config)
             if scene is scenes[0]:
                 naive = float(np.max(np.abs(trace["output"] - scene.layer)))
             failed["L"] = failed["L"] or _failing(local.judge, trace, scene.factors, *scene.exact[1:], config)
-            rule = scene.noise, NAMES, False, False, "float32"
+            rule = scene.noise, whole(config), False, False, "float32"
             failed["T"] = failed["T"] or _failing(tolerances_of.judge, trace, scene.truth, *rule)
     for probe in exact:
         if not failed["P"]:
             trace = run(module, probe.weights, probe.inputs, probe.d_output, config)
-            failed["P"] = _failing(probes.judge, trace, probe, NAMES)
+            failed["P"] = _failing(probes.judge, trace, probe, whole(config))
     stage = first(failed)
     return {
         "framework": framework,
@@ -414,7 +414,7 @@ def examine(
 
 def first(failed: Mapping[str, Sequence[Finding]]) -> str | None:
     """The stage to name: the earliest that gate S found, else L, else T, else P."""
-    order = {name: index for index, name in enumerate(NAMES)}
+    order = {name: index for index, name in enumerate(EQUATION)}
     for findings in (failed[gate] for gate in GATES if failed[gate]):
         return min((finding.stage for finding in findings), key=lambda stage: order.get(stage, len(order)))
     return None
@@ -489,10 +489,11 @@ def make_parser() -> argparse.ArgumentParser:
 def plant_all(options: argparse.Namespace, command: str) -> dict[str, Any]:
     """Run the matrix, write `planted_bugs.json` and return it. Raises BadInput."""
     started = time.perf_counter()
-    bugs = choose(options.bug)
+    choose(options.bug)  # refuses before anything is made
     case, *more = open_cases(options, Path("weights"))
     if more:
         raise BadInput("--layer: one layer at a time")
+    bugs = choose(options.bug, case.config)
     os.environ.update(environment(Path(__file__).resolve().parent.parent, "cpu"))  # before JAX is imported
     with threadpool_limits(1):
         found = matrix(case, bugs)
@@ -515,8 +516,11 @@ def plant_all(options: argparse.Namespace, command: str) -> dict[str, Any]:
     return document
 
 
-def choose(asked: Sequence[str] | None) -> list[tuple[str, Bug]]:
-    """The bugs asked for, each in every framework that it can be planted in. Raises BadInput for one there is not."""
+def choose(asked: Sequence[str] | None, config: AttentionConfig = QWEN3_0_6B) -> list[tuple[str, Bug]]:
+    """The bugs asked for, by default all that a layer can have, each in every framework that it can be planted in.
+
+    Raises BadInput for one there is not.
+    """
     planted = {(framework, bug.name): bug for bug in BUGS for framework in bug.frameworks}
     known = {name for framework, bug in planted for name in (bug, f"{framework}:{bug}")}
     for name in asked or []:
@@ -525,7 +529,7 @@ def choose(asked: Sequence[str] | None) -> list[tuple[str, Bug]]:
     return [
         (framework, bug)
         for (framework, name), bug in planted.items()
-        if asked is None or name in asked or f"{framework}:{name}" in asked
+        if (bug.possible(config) if asked is None else name in asked or f"{framework}:{name}" in asked)
     ]
 
 

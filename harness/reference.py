@@ -7,7 +7,7 @@ The same adapter runs on transformers 4.51 (the first with Qwen3) to the pinned 
 """
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RotaryEmbedding
 
-from impls.spec import STAGES, WEIGHTS, AttentionConfig, steps
+from impls.spec import STAGES, AttentionConfig, steps, weight_shapes
 from impls.torch_attention import array, tensor
 
 Array = np.ndarray
@@ -61,7 +61,7 @@ def run(
         assert value.grad is not None
         trace |= {name: recorder.by_token(name, value.detach()), f"d_{name}": recorder.by_token(name, value.grad)}
     trace["d_hidden_states"] = x.grad
-    trace |= {f"d_{name}": layer.get_parameter(name).grad for name in WEIGHTS}
+    trace |= {f"d_{name}": layer.get_parameter(name).grad for name in weight_shapes(config)}
     return {name: array(value) for name, value in trace.items()}
 
 
@@ -90,6 +90,27 @@ def decode(
         yield {name: array(recorder.by_token(name, value.detach())) for name, value in stages.items()}
 
 
+def forward(
+    weights: Mapping[str, Array],
+    inputs: Mapping[str, Array],
+    config: AttentionConfig,
+    pick: Callable[[str, Any], Mapping[str, Any]],
+    device: str = "cpu",
+) -> dict[str, Array]:
+    """The layer's forward alone under sdpa, causal by itself, as the model calls it without padding.
+
+    `pick(name, value)` says what is kept of a stage; nothing else is held.
+    """
+    layer = attention(weights, config, "sdpa").to(device)
+    x, cos, sin = (tensor(inputs[name], device) for name in ("hidden_states", "cos", "sin"))
+    recorder = Picking(config, pick)
+    with torch.no_grad(), recorder.attached(layer), recorder:
+        recorder.keep("output", layer(hidden_states=x, position_embeddings=(cos, sin), attention_mask=None)[0])
+    if x.dtype == torch.float64 and recorder.casts != CASTS_TO_FLOAT32["sdpa"]:
+        raise RuntimeError(f"transformers' sdpa layer cast to float32 {recorder.casts} times: no float64 run")
+    return recorder.kept
+
+
 def causal_mask(x: torch.Tensor) -> torch.Tensor:
     """3.10 as the model passes it for tokens [B,T,D]: [1,1,T,S], additive, with the most negative finite number."""
     T = x.shape[1]
@@ -112,7 +133,7 @@ def attention(weights: Mapping[str, Array], config: AttentionConfig, attn_implem
     """`Qwen3Attention` with these weights, in their dtype; no model is built and nothing is initialised in vain."""
     with torch.device("meta"):
         layer = Qwen3Attention(hugging_face_config(config, attn_implementation), layer_idx=0)
-    layer.load_state_dict({name: tensor(weights[name], "cpu") for name in WEIGHTS}, assign=True)
+    layer.load_state_dict({name: tensor(weights[name], "cpu") for name in weight_shapes(config)}, assign=True)
     return layer.requires_grad_().eval()
 
 
@@ -125,7 +146,7 @@ def hugging_face_config(config: AttentionConfig, attn_implementation: str = "eag
         head_dim=config.head_dim,
         rms_norm_eps=config.rms_norm_eps,
         num_hidden_layers=1,
-        attention_bias=False,
+        attention_bias=config.attention_bias,
         attn_implementation=attn_implementation,
         **more,
     )
@@ -196,6 +217,19 @@ class Recorder(TorchFunctionMode):
             name = {"mul": "scores", "add": "masked_scores", "to": "probs"}[operation]
             if name not in self.stages:
                 self.keep(name, result)
+
+
+class Picking(Recorder):
+    """A recorder of a forward alone that keeps, as arrays, what `pick` takes of each stage."""
+
+    def __init__(self, config: AttentionConfig, pick: Callable[[str, Any], Mapping[str, Any]]):
+        super().__init__(config)
+        self.pick, self.kept = pick, dict[str, Array]()
+
+    def keep(self, name: str, value: torch.Tensor) -> None:
+        """Take what is wanted of a value, and hold no more of it."""
+        self.stages[name] = value.new_empty(0)
+        self.kept |= {key: array(each) for key, each in self.pick(name, self.by_token(name, value)).items()}
 
 
 class _Hooks:

@@ -34,8 +34,8 @@ from safetensors.numpy import load_file, save_file
 
 from harness.case import BadInput, Case, read_case, write_tensors
 from harness.environment import SIGNIFICAND, matmul_bits
-from harness.gates import letters, probes
-from impls.spec import GRADIENTS, STAGES, WEIGHTS, AttentionConfig, Observe, keep
+from harness.gates import NAMES, letters, probes
+from impls.spec import BIAS_GRADIENTS, GRADIENTS, AttentionConfig, Observe, keep, weight_shapes
 
 Array = np.ndarray
 Trace = dict[str, Array]
@@ -56,7 +56,7 @@ FUSED = (*LIBRARIES, *TILED, "hf-sdpa")
 """Those that show no scores and no probabilities."""
 
 _UNSEEN = {"scores", "masked_scores", "probs", "d_scores", "d_masked_scores", "d_probs"}
-_BEYOND_DECODING = {"scores", *GRADIENTS}
+_BEYOND_DECODING = {"scores", *GRADIENTS, *BIAS_GRADIENTS}
 
 
 def ours(name: str) -> bool:
@@ -64,13 +64,13 @@ def ours(name: str) -> bool:
     return name.partition(":")[0] in (*IMPLEMENTATIONS, *LIBRARIES, *TILED, *CACHED, *REFERENCES)
 
 
-def shown(name: str) -> list[str]:
-    """The entries that a trace must have: all, less what a fused kernel never holds, or decoding never computes; of
-    somebody's own, the output."""
+def shown(name: str, entries: Sequence[str] = NAMES) -> list[str]:
+    """Which of the entries of a whole trace an implementation's must have: all, less what a fused kernel never holds,
+    or decoding never computes; of somebody's own, the output."""
     if not ours(name):
         return ["output"]
     hidden = _UNSEEN if name in FUSED else _BEYOND_DECODING if name in CACHED else set()
-    return [entry for entry in [*(stage.name for stage in STAGES), *GRADIENTS] if entry not in hidden]
+    return [entry for entry in entries if entry not in hidden]
 
 
 class Setting(NamedTuple):
@@ -120,7 +120,7 @@ def given(case: Case, setting: Setting, folder: Path) -> tuple[Trace, Trace, Arr
         return case.arrays(*setting)
     arrays = load_file(probe_file(folder, setting.input))
     d_output = arrays.pop("d_output")
-    return {name: arrays.pop(name) for name in WEIGHTS}, arrays, d_output
+    return {name: arrays.pop(name) for name in weight_shapes(case.config)}, arrays, d_output
 
 
 class Unusable(Exception):
@@ -477,12 +477,17 @@ def work(job: Mapping[str, Any], loaded: Mapping[str, Loaded], say: Callable[...
     case = case.rounded(job["given"])
     seconds = dict.fromkeys(loaded, 0.0)
     for setting, name in itertools.product((Setting(*each) for each in job["settings"]), loaded):
-        if name not in seconds:
+        if name not in seconds or (name == "hf-sdpa" and job["rows"] is not None):  # the layer itself, there
             continue
         start = time.perf_counter()
         say("running", name=name, setting=setting)
+        run: Callable[..., Trace] = loaded[name].run
+        if job["rows"] is not None and setting not in PROBES:
+            from harness import long
+
+            run = long.runner(name, loaded[name].device, job["rows"])
         try:
-            trace, written = _run(name, loaded[name].run, given(case, setting, Path(job["scratch"])), case.config)
+            trace, written = _run(name, run, given(case, setting, Path(job["scratch"])), case.config)
         except Exception as error:
             if setting.dtype == "float64" and not ours(name):  # it need not
                 say("refused", name=name, setting=setting, error=one_line(error))
@@ -506,7 +511,9 @@ def work(job: Mapping[str, Any], loaded: Mapping[str, Loaded], say: Callable[...
     return seconds
 
 
-def _run(name: str, run: Run, arrays: tuple[Trace, Trace, Array], config: AttentionConfig) -> tuple[Trace, list[str]]:
+def _run(
+    name: str, run: Callable[..., Trace], arrays: tuple[Trace, Trace, Array], config: AttentionConfig
+) -> tuple[Trace, list[str]]:
     """The trace, and the names of what it was given and has changed; what is not ours gets copies."""
     weights, inputs, d_output = arrays
     if ours(name):

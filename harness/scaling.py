@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from impls.numpy_attention import softmax, softmax_jacobian
-from impls.spec import AttentionConfig, weight_shapes
+from impls.spec import WEIGHTS, AttentionConfig, weight_shapes
 
 HEAD_SIZES = tuple(2**n for n in range(4, 11))
 ROWS, KEYS = 48, 64
@@ -79,7 +79,7 @@ def parameters(config: AttentionConfig) -> dict[str, int | str]:
     W_O = np.empty((h * d_k, D))
     many = [np.empty((D, d_k)) for _ in range(h) for _ in ("W_Q", "W_K", "W_V")] + [W_O]
     wide = [np.empty((D, h * d_k)) for _ in ("W_Q", "W_K", "W_V")] + [W_O]
-    layer = {name: math.prod(shape) for name, shape in weight_shapes(config).items()}
+    layer = {name: math.prod(shape) for name, shape in weight_shapes(config).items() if name in WEIGHTS}
     norms = sum(count for name, count in layer.items() if "norm" in name)
     return {
         "equation": "3.12",

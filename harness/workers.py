@@ -83,9 +83,10 @@ class Workers:
             "sha256": case.sha256,
             "given": settings[-1].dtype,
             "settings": [*settings, *exact],
-            "traces": str(folder / "traces"),
+            "traces": str(folder / "traces" if judge.rows is None else folder),
             "scratch": str(folder),
             "keep_all": keep_all,
+            "rows": judge.rows,
         }
         busy = [worker for worker in self.workers if worker.process.poll() is None]
         for worker in busy:

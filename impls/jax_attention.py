@@ -13,7 +13,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from impls.spec import GRADIENTS, STAGES, WEIGHTS, AttentionConfig, Observe, keep
+from impls.spec import BIAS_GRADIENTS, BIASES, GRADIENTS, STAGES, AttentionConfig, Observe, keep, weight_shapes
 
 matmul = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 """A product in the full precision of its dtype; by default an accelerator may round the factors to TF32 or bfloat16."""
@@ -32,6 +32,8 @@ class Attention(nnx.Module):
         self.q_norm = nnx.Param(kernels["q_norm.weight"])
         self.k_norm = nnx.Param(kernels["k_norm.weight"])
         self.o_proj = nnx.Param(kernels["o_proj.weight"])
+        biases = (nnx.Param(kernels[name]) if config.attention_bias else None for name in BIASES)
+        self.q_bias, self.k_bias, self.v_bias, self.o_bias = biases
 
     def __call__(
         self,
@@ -44,15 +46,15 @@ class Attention(nnx.Module):
         """Hidden states [B,T,D], cos and sin [B,T,H]  ->  output [B,T,D]; the mask where a batch is padded."""
         N, K, eps = self.config.num_attention_heads, self.config.num_key_value_heads, self.config.rms_norm_eps
 
-        q_BTNH = observe("q_proj", project(x_BTD, self.q_proj[...], N))  # 3.1
-        k_BSKH = observe("k_proj", project(x_BTD, self.k_proj[...], K))  # 3.1
-        v_BSKH = observe("v_proj", project(x_BTD, self.v_proj[...], K))  # 3.1
+        q_BTNH = observe("q_proj", project(x_BTD, self.q_proj[...], N, self.q_bias))  # 3.1
+        k_BSKH = observe("k_proj", project(x_BTD, self.k_proj[...], K, self.k_bias))  # 3.1
+        v_BSKH = observe("v_proj", project(x_BTD, self.v_proj[...], K, self.v_bias))  # 3.1
         qn_BTNH = observe("q_norm", rms_norm(q_BTNH, self.q_norm[...], eps))
         kn_BSKH = observe("k_norm", rms_norm(k_BSKH, self.k_norm[...], eps))
         qr_BTNH = observe("q_rope", rope(qn_BTNH, cos_BTH, sin_BTH))
         kr_BSKH = observe("k_rope", rope(kn_BSKH, cos_BTH, sin_BTH))
         o_BTNH = observe("heads", self.attend(qr_BTNH, kr_BSKH, v_BSKH, mask_B1TS, observe))  # 3.2, 3.11
-        return observe("output", merge(o_BTNH, self.o_proj[...]))  # 3.12
+        return observe("output", merge(o_BTNH, self.o_proj[...], self.o_bias))  # 3.12
 
     def attend(
         self,
@@ -71,14 +73,16 @@ class Attention(nnx.Module):
 
 
 def attention(weights: Mapping[str, Array], config: AttentionConfig, layer: type[Attention] | None = None) -> Attention:
-    """The layer from Hugging Face's weights. The only transposition: [out, in] -> [in, out], a norm's [H] -> [H]."""
-    return (layer or Attention)({name: weights[name].T for name in WEIGHTS}, config)
+    """The layer from Hugging Face's weights. The only transposition: [out, in] -> [in, out]; vectors stay."""
+    return (layer or Attention)({name: weights[name].T for name in weight_shapes(config)}, config)
 
 
-def project(x_BTD: Float[Array, "B T D"], w_DN: Float[Array, "D NH"], heads: int) -> Float[Array, "B T N H"]:
-    """3.1: Q = X W_Q, cut into heads."""
+def project(
+    x_BTD: Float[Array, "B T D"], w_DN: Float[Array, "D NH"], heads: int, bias: nnx.Param | None = None
+) -> Float[Array, "B T N H"]:
+    """3.1: Q = X W_Q + b_Q, cut into heads."""
     B, T, _ = x_BTD.shape
-    return matmul(x_BTD, w_DN).reshape(B, T, heads, -1)
+    return plus(matmul(x_BTD, w_DN), bias).reshape(B, T, heads, -1)
 
 
 def rms_norm(x: Float[Array, "B T N H"], w_H: Float[Array, "H"], eps: float) -> Float[Array, "B T N H"]:
@@ -130,10 +134,17 @@ def mix(a_BNTS: Float[Array, "B N T S"], v_BSNH: Float[Array, "B S N H"]) -> Flo
     return matmul(a_BNTS, v_BSNH.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
 
 
-def merge(o_BTNH: Float[Array, "B T N H"], w_ND: Float[Array, "NH D"]) -> Float[Array, "B T D"]:
-    """3.12: MHA(X) = [head_1 ‖ … ‖ head_h] W_O."""
+def merge(
+    o_BTNH: Float[Array, "B T N H"], w_ND: Float[Array, "NH D"], bias: nnx.Param | None = None
+) -> Float[Array, "B T D"]:
+    """3.12: MHA(X) = [head_1 ‖ … ‖ head_h] W_O + b_O."""
     B, T, N, H = o_BTNH.shape
-    return matmul(o_BTNH.reshape(B, T, N * H), w_ND)
+    return plus(matmul(o_BTNH.reshape(B, T, N * H), w_ND), bias)
+
+
+def plus(y_BTD: Float[Array, "B T D"], bias: nnx.Param | None) -> Float[Array, "B T D"]:
+    """y + b, where the layer has biases, in float32 if its dtype is shorter: so then is the sum, b's gradient."""
+    return y_BTD if bias is None else (at_least_float32(y_BTD) + at_least_float32(bias[...])).astype(y_BTD.dtype)
 
 
 def at_least_float32(x: Float[Array, "*any"]) -> Float[Array, "*any"]:
@@ -190,5 +201,6 @@ def trace(
     _, backward, stages = jax.vjp(tapped, {**weights, "hidden_states": x_BTD, **taps}, has_aux=True)
     (gradients,) = backward(d_output)
     hidden = taps.keys() - stages.keys()  # what a fused kernel does not show
-    sources = {name: name.removeprefix("d_") for name in GRADIENTS}
-    return stages | {name: gradients[source] for name, source in sources.items() if source not in hidden}
+    sources = {name: name.removeprefix("d_") for name in (*GRADIENTS, *BIAS_GRADIENTS)}
+    seen = {name: source for name, source in sources.items() if source in gradients and source not in hidden}
+    return stages | {name: gradients[source] for name, source in seen.items()}

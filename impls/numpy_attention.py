@@ -36,9 +36,9 @@ def forward(
     N, K, G = config.num_attention_heads, config.num_key_value_heads, config.num_key_value_groups
     eps = config.rms_norm_eps
 
-    q_BTNH = observe("q_proj", project(x_BTD, weights["q_proj.weight"], N))  # 3.1
-    k_BSKH = observe("k_proj", project(x_BTD, weights["k_proj.weight"], K))  # 3.1
-    v_BSKH = observe("v_proj", project(x_BTD, weights["v_proj.weight"], K))  # 3.1
+    q_BTNH = observe("q_proj", project(x_BTD, weights["q_proj.weight"], N, weights.get("q_proj.bias", 0)))  # 3.1
+    k_BSKH = observe("k_proj", project(x_BTD, weights["k_proj.weight"], K, weights.get("k_proj.bias", 0)))  # 3.1
+    v_BSKH = observe("v_proj", project(x_BTD, weights["v_proj.weight"], K, weights.get("v_proj.bias", 0)))  # 3.1
     qn_BTNH = observe("q_norm", rms_norm(q_BTNH, weights["q_norm.weight"], eps))
     kn_BSKH = observe("k_norm", rms_norm(k_BSKH, weights["k_norm.weight"], eps))
     qr_BTNH = observe("q_rope", rope(qn_BTNH, cos_BTH, sin_BTH))
@@ -48,17 +48,19 @@ def forward(
     m_BNTS = observe("masked_scores", s_BNTS + mask_TS)  # 3.10
     a_BNTS = observe("probs", softmax(m_BNTS))  # 3.6
     o_BTNH = observe("heads", mix(a_BNTS, share(v_BSKH, G)))  # 3.2, 3.11
-    y_BTD = observe("output", merge(o_BTNH, weights["o_proj.weight"]))  # 3.12
+    y_BTD = observe("output", merge(o_BTNH, weights["o_proj.weight"], weights.get("o_proj.bias", 0)))  # 3.12
 
     cache = {"weights": weights, "eps": eps, "G": G, "x": x_BTD, "cos": cos_BTH, "sin": sin_BTH, "q": q_BTNH}
     cache |= {"k": k_BSKH, "v": v_BSKH, "qr": qr_BTNH, "kr": kr_BSKH, "a": a_BNTS, "o": o_BTNH}
     return y_BTD, cache
 
 
-def project(x_BTD: Float[Array, "B T D"], w_ND: Float[Array, "NH D"], heads: int) -> Float[Array, "B T N H"]:
-    """3.1: Q = X W_Q, cut into heads. Hugging Face stores W_Q^T, [out, in]."""
+def project(
+    x_BTD: Float[Array, "B T D"], w_ND: Float[Array, "NH D"], heads: int, b_N: Float[Array, "NH"] | int = 0
+) -> Float[Array, "B T N H"]:
+    """3.1: Q = X W_Q + b_Q, cut into heads; without biases, b_Q = 0. Hugging Face stores W_Q^T, [out, in]."""
     B, T, _ = x_BTD.shape
-    return (x_BTD @ w_ND.T).reshape(B, T, heads, -1)
+    return (x_BTD @ w_ND.T + b_N).reshape(B, T, heads, -1)
 
 
 def rms_norm(x: Float[Array, "B T N H"], w_H: Float[Array, "H"], eps: float) -> Float[Array, "B T N H"]:
@@ -112,10 +114,12 @@ def mix(a_BNTS: Float[Array, "B N T S"], v_BSNH: Float[Array, "B S N H"]) -> Flo
     return (a_BNTS @ v_BSNH.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
 
 
-def merge(o_BTNH: Float[Array, "B T N H"], w_DN: Float[Array, "D NH"]) -> Float[Array, "B T D"]:
-    """3.12: MHA(X) = [head_1 ‖ … ‖ head_h] W_O. Hugging Face stores W_O^T, [out, in]."""
+def merge(
+    o_BTNH: Float[Array, "B T N H"], w_DN: Float[Array, "D NH"], b_D: Float[Array, "D"] | int = 0
+) -> Float[Array, "B T D"]:
+    """3.12: MHA(X) = [head_1 ‖ … ‖ head_h] W_O + b_O. Hugging Face stores W_O^T, [out, in]."""
     B, T, N, H = o_BTNH.shape
-    return o_BTNH.reshape(B, T, N * H) @ w_DN.T
+    return o_BTNH.reshape(B, T, N * H) @ w_DN.T + b_D
 
 
 # ----------------------------------------------------------------------------------------------------------- backward
@@ -140,7 +144,7 @@ def backward(d_y_BTD: Float[Array, "B T D"], cache: Cache, observe: Observe = ke
     d_x = project_backward(d_q, weights["q_proj.weight"])  # undoes 3.1; X was used three times
     d_x = d_x + project_backward(d_k, weights["k_proj.weight"]) + project_backward(d_v, weights["v_proj.weight"])
 
-    return {
+    gradients = {
         "d_hidden_states": observe("d_hidden_states", d_x),
         "d_q_proj.weight": observe("d_q_proj.weight", weight_gradient(d_q, x)),
         "d_k_proj.weight": observe("d_k_proj.weight", weight_gradient(d_k, x)),
@@ -149,6 +153,14 @@ def backward(d_y_BTD: Float[Array, "B T D"], cache: Cache, observe: Observe = ke
         "d_k_norm.weight": observe("d_k_norm.weight", norm_weight_gradient(d_kn, k, eps)),
         "d_o_proj.weight": observe("d_o_proj.weight", weight_gradient(d_y_BTD, o)),
     }
+    if "q_proj.bias" in weights:
+        gradients |= {
+            "d_q_proj.bias": observe("d_q_proj.bias", bias_gradient(d_q)),
+            "d_k_proj.bias": observe("d_k_proj.bias", bias_gradient(d_k)),
+            "d_v_proj.bias": observe("d_v_proj.bias", bias_gradient(d_v)),
+            "d_o_proj.bias": observe("d_o_proj.bias", bias_gradient(d_y_BTD)),
+        }
+    return gradients
 
 
 def merge_backward(d_y_BTD: Float[Array, "B T D"], w_DN: Float[Array, "D NH"], heads: int) -> Float[Array, "B T N H"]:
@@ -231,3 +243,8 @@ def weight_gradient(d_y: Float[Array, "B T *out"], x: Float[Array, "B T *in_"]) 
     """y = x W^T:  d_W = Σ d_y x^T over batch and positions, an outer product for each token."""
     B, T = x.shape[:2]
     return d_y.reshape(B * T, -1).T @ x.reshape(B * T, -1)
+
+
+def bias_gradient(d_y: Float[Array, "B T *out"]) -> Float[Array, "out"]:
+    """y = x W^T + b:  d_b = Σ d_y over batch and positions."""
+    return np.sum(d_y, axis=(0, 1)).reshape(-1)

@@ -50,9 +50,9 @@ def step(
     N, K, G = config.num_attention_heads, config.num_key_value_heads, config.num_key_value_groups
     eps = config.rms_norm_eps
 
-    q_BTNH = observe("q_proj", project(x_BTD, weights["q_proj.weight"], N))  # 3.1, of the new tokens alone
-    k_BTKH = observe("k_proj", project(x_BTD, weights["k_proj.weight"], K))  # 3.1
-    v_BTKH = observe("v_proj", project(x_BTD, weights["v_proj.weight"], K))  # 3.1
+    q_BTNH = observe("q_proj", project(x_BTD, weights["q_proj.weight"], N, weights.get("q_proj.bias", 0)))  # 3.1
+    k_BTKH = observe("k_proj", project(x_BTD, weights["k_proj.weight"], K, weights.get("k_proj.bias", 0)))  # 3.1
+    v_BTKH = observe("v_proj", project(x_BTD, weights["v_proj.weight"], K, weights.get("v_proj.bias", 0)))  # 3.1
     qn_BTNH = observe("q_norm", rms_norm(q_BTNH, weights["q_norm.weight"], eps))
     kn_BTKH = observe("k_norm", rms_norm(k_BTKH, weights["k_norm.weight"], eps))
     qr_BTNH = observe("q_rope", rope(qn_BTNH, cos_BTH, sin_BTH))  # by its own position, whatever else is cached
@@ -65,7 +65,8 @@ def step(
     m_BNTS = observe("masked_scores", s_BNTS + mask_TS)  # 3.10
     a_BNTS = observe("probs", softmax(m_BNTS))  # 3.6
     o_BTNH = observe("heads", mix(a_BNTS, share(v_BSKH, G)))  # 3.2, 3.11
-    return observe("output", merge(o_BTNH, weights["o_proj.weight"])), {"k": k_BSKH, "v": v_BSKH}  # 3.12
+    y_BTD = observe("output", merge(o_BTNH, weights["o_proj.weight"], weights.get("o_proj.bias", 0)))  # 3.12
+    return y_BTD, {"k": k_BSKH, "v": v_BSKH}
 
 
 def causal_mask(s_BNTS: Float[Array, "B N T S"]) -> Float[Array, "T S"]:

@@ -23,6 +23,7 @@ import numpy as np
 from jaxtyping import Float
 
 from impls.numpy_attention import (
+    bias_gradient,
     merge,
     merge_backward,
     norm_weight_gradient,
@@ -34,7 +35,7 @@ from impls.numpy_attention import (
     rope_backward,
     weight_gradient,
 )
-from impls.spec import WEIGHTS, AttentionConfig, Observe, keep
+from impls.spec import BIASES, WEIGHTS, AttentionConfig, Observe, keep
 
 Array = np.ndarray
 Cache = dict[str, Any]
@@ -59,10 +60,11 @@ def forward(
     x_BTD, cos_BTH, sin_BTH = inputs["hidden_states"], inputs["cos"], inputs["sin"]
     N, K, H, eps = config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.rms_norm_eps
     w_q, w_k, w_v, w_qn, w_kn, w_o = (weights[name] for name in WEIGHTS)
+    b_q, b_k, b_v, b_o = (weights.get(name, 0) for name in BIASES)
 
-    q_BTNH = observe("q_proj", by_tokens(partial(project, w_ND=w_q, heads=N), (N, H), x_BTD))  # 3.1
-    k_BSKH = observe("k_proj", by_tokens(partial(project, w_ND=w_k, heads=K), (K, H), x_BTD))  # 3.1
-    v_BSKH = observe("v_proj", by_tokens(partial(project, w_ND=w_v, heads=K), (K, H), x_BTD))  # 3.1
+    q_BTNH = observe("q_proj", by_tokens(partial(project, w_ND=w_q, heads=N, b_N=b_q), (N, H), x_BTD))  # 3.1
+    k_BSKH = observe("k_proj", by_tokens(partial(project, w_ND=w_k, heads=K, b_N=b_k), (K, H), x_BTD))  # 3.1
+    v_BSKH = observe("v_proj", by_tokens(partial(project, w_ND=w_v, heads=K, b_N=b_v), (K, H), x_BTD))  # 3.1
     qn_BTNH = observe("q_norm", by_tokens(partial(rms_norm, w_H=w_qn, eps=eps), (N, H), q_BTNH))
     kn_BSKH = observe("k_norm", by_tokens(partial(rms_norm, w_H=w_kn, eps=eps), (K, H), k_BSKH))
     qr_BTNH = observe("q_rope", by_tokens(rope, (N, H), qn_BTNH, cos_BTH, sin_BTH))
@@ -71,7 +73,7 @@ def forward(
     mask_B1TS = inputs.get("attention_mask")
     o_BTNH, lse_BTN = attend(qr_BTNH, kr_BSKH, v_BSKH, mask_B1TS)
     o_BTNH = observe("heads", o_BTNH)  # 3.2, 3.11
-    y_BTD = observe("output", by_tokens(partial(merge, w_DN=w_o), (config.hidden_size,), o_BTNH))  # 3.12
+    y_BTD = observe("output", by_tokens(partial(merge, w_DN=w_o, b_D=b_o), (config.hidden_size,), o_BTNH))  # 3.12
 
     cache = {"weights": weights, "config": config, "x": x_BTD, "cos": cos_BTH, "sin": sin_BTH, "q": q_BTNH}
     cache |= {"k": k_BSKH, "v": v_BSKH, "qr": qr_BTNH, "kr": kr_BSKH, "o": o_BTNH, "lse": lse_BTN, "mask": mask_B1TS}
@@ -171,6 +173,7 @@ def backward(d_y_BTD: Float[Array, "B T D"], cache: Cache, observe: Observe = ke
     d_x = observe("d_hidden_states", d_x)
     factors = {"q_proj": (d_q, x), "k_proj": (d_k, x), "v_proj": (d_v, x), "o_proj": (d_y_BTD, o)}
     products = dict(zip(factors, on_threads(weight_gradient, factors.values()), strict=True))
+    biased = {f"{name}.bias": d for name, (d, _) in factors.items() if f"{name}.bias" in cache["weights"]}
     return {
         "d_hidden_states": d_x,
         "d_q_proj.weight": observe("d_q_proj.weight", products["q_proj"]),
@@ -179,6 +182,7 @@ def backward(d_y_BTD: Float[Array, "B T D"], cache: Cache, observe: Observe = ke
         "d_q_norm.weight": observe("d_q_norm.weight", norm_weight_gradient(d_qn, q, eps)),
         "d_k_norm.weight": observe("d_k_norm.weight", norm_weight_gradient(d_kn, k, eps)),
         "d_o_proj.weight": observe("d_o_proj.weight", products["o_proj"]),
+        **{f"d_{name}": observe(f"d_{name}", bias_gradient(d)) for name, d in biased.items()},
     }
 
 

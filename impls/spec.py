@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """What changes the mathematics of the layer, under Hugging Face's field names and with no defaults.
+    """What changes the mathematics of the layer, under Hugging Face's field names; its only default is Hugging Face's.
 
     RoPE's theta is not here: a layer is given the tables cos and sin.
     Raises ValueError where no layer has these sizes.
@@ -25,6 +25,7 @@ class AttentionConfig:
     num_key_value_heads: int
     head_dim: int
     rms_norm_eps: float
+    attention_bias: bool = False
 
     def __post_init__(self) -> None:
         for field in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
@@ -40,6 +41,8 @@ class AttentionConfig:
             raise ValueError(f"head_dim is {self.head_dim}; rotary embedding turns pairs, so it must be even")
         if not isinstance(self.rms_norm_eps, int | float) or not 0 <= self.rms_norm_eps < 1:  # also refuses NaN
             raise ValueError(f"rms_norm_eps is {self.rms_norm_eps!r}; it must be in [0, 1)")
+        if not isinstance(self.attention_bias, bool):
+            raise ValueError(f"attention_bias is {self.attention_bias!r}; it must be true or false")
         # a NumPy scalar would turn a float32 layer into a float64 one
         object.__setattr__(self, "rms_norm_eps", float(self.rms_norm_eps))
 
@@ -64,11 +67,19 @@ WEIGHTS: dict[str, tuple[str, ...]] = {
 }
 """Hugging Face's names, relative to `self_attn`, and its layout: a linear map is stored [out, in]."""
 
+BIASES: dict[str, tuple[str, ...]] = {
+    "q_proj.bias": ("NH",),
+    "k_proj.bias": ("KH",),
+    "v_proj.bias": ("KH",),
+    "o_proj.bias": ("D",),
+}
+"""What the projections add, where `attention_bias` says so: y = x W^T + b."""
+
 
 def weight_shapes(config: AttentionConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of each weight of a layer with this configuration."""
-    sizes = config.sizes()
-    return {name: tuple(sizes[letter] for letter in letters) for name, letters in WEIGHTS.items()}
+    """The shape of each weight, and of each bias if it has them, of a layer with this configuration."""
+    sizes, letters = config.sizes(), WEIGHTS | (BIASES if config.attention_bias else {})
+    return {name: tuple(sizes[letter] for letter in key) for name, key in letters.items()}
 
 
 class Stage(NamedTuple):
@@ -117,6 +128,14 @@ GRADIENTS: dict[str, str] = {
     "d_o_proj.weight": "3.12",
 }
 """Every gradient of a trace, in the order of the backward, and the equation that it undoes; `d_output` is given."""
+
+BIAS_GRADIENTS: dict[str, str] = {
+    "d_q_proj.bias": "3.1",
+    "d_k_proj.bias": "3.1",
+    "d_v_proj.bias": "3.1",
+    "d_o_proj.bias": "3.12",
+}
+"""Those that come after them where the projections have biases."""
 
 
 def steps(tokens: int) -> Iterator[slice]:

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from impls.spec import GRADIENTS, AttentionConfig, Observe, keep, weight_shapes
+from impls.spec import BIAS_GRADIENTS, GRADIENTS, AttentionConfig, Observe, keep, weight_shapes
 
 # ------------------------------------------------------------------------------------------------------------ forward
 
@@ -28,11 +28,12 @@ def array(tensor: Tensor) -> np.ndarray:
 
 
 class Weight(nn.Module):
-    """One tensor `weight`, without storage until `load_state_dict` assigns it."""
+    """One tensor `weight`, perhaps with a `bias`, without storage until `load_state_dict` assigns it."""
 
-    def __init__(self, *shape: int) -> None:
+    def __init__(self, *shape: int, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(shape, device="meta"))
+        self.bias = nn.Parameter(torch.empty(shape[:1], device="meta")) if bias else None
 
 
 class Attention(nn.Module):
@@ -41,13 +42,13 @@ class Attention(nn.Module):
     def __init__(self, config: AttentionConfig) -> None:
         super().__init__()
         self.config = config
-        shapes = weight_shapes(config)
-        self.q_proj = Weight(*shapes["q_proj.weight"])
-        self.k_proj = Weight(*shapes["k_proj.weight"])
-        self.v_proj = Weight(*shapes["v_proj.weight"])
+        shapes, bias = weight_shapes(config), config.attention_bias
+        self.q_proj = Weight(*shapes["q_proj.weight"], bias=bias)
+        self.k_proj = Weight(*shapes["k_proj.weight"], bias=bias)
+        self.v_proj = Weight(*shapes["v_proj.weight"], bias=bias)
         self.q_norm = Weight(*shapes["q_norm.weight"])
         self.k_norm = Weight(*shapes["k_norm.weight"])
-        self.o_proj = Weight(*shapes["o_proj.weight"])
+        self.o_proj = Weight(*shapes["o_proj.weight"], bias=bias)
 
     def forward(
         self,
@@ -60,15 +61,15 @@ class Attention(nn.Module):
         """Hidden states [B,T,D], cos and sin [B,T,H]  ->  output [B,T,D]; the mask where a batch is padded."""
         N, K, eps = self.config.num_attention_heads, self.config.num_key_value_heads, self.config.rms_norm_eps
 
-        q_BTNH = observe("q_proj", project(x_BTD, self.q_proj.weight, N))  # 3.1
-        k_BSKH = observe("k_proj", project(x_BTD, self.k_proj.weight, K))  # 3.1
-        v_BSKH = observe("v_proj", project(x_BTD, self.v_proj.weight, K))  # 3.1
+        q_BTNH = observe("q_proj", project(x_BTD, self.q_proj.weight, N, self.q_proj.bias))  # 3.1
+        k_BSKH = observe("k_proj", project(x_BTD, self.k_proj.weight, K, self.k_proj.bias))  # 3.1
+        v_BSKH = observe("v_proj", project(x_BTD, self.v_proj.weight, K, self.v_proj.bias))  # 3.1
         qn_BTNH = observe("q_norm", rms_norm(q_BTNH, self.q_norm.weight, eps))
         kn_BSKH = observe("k_norm", rms_norm(k_BSKH, self.k_norm.weight, eps))
         qr_BTNH = observe("q_rope", rope(qn_BTNH, cos_BTH, sin_BTH))
         kr_BSKH = observe("k_rope", rope(kn_BSKH, cos_BTH, sin_BTH))
         o_BTNH = observe("heads", self.attend(qr_BTNH, kr_BSKH, v_BSKH, mask_B1TS, observe))  # 3.2, 3.11
-        return observe("output", merge(o_BTNH, self.o_proj.weight))  # 3.12
+        return observe("output", merge(o_BTNH, self.o_proj.weight, self.o_proj.bias))  # 3.12
 
     def attend(
         self,
@@ -98,9 +99,11 @@ def attention(
     return module
 
 
-def project(x_BTD: Float[Tensor, "B T D"], w_ND: Float[Tensor, "NH D"], heads: int) -> Float[Tensor, "B T N H"]:
-    """3.1: Q = X W_Q, cut into heads. The weight is W_Q^T, [out, in]."""
-    return nn.functional.linear(x_BTD, w_ND).unflatten(-1, (heads, -1))
+def project(
+    x_BTD: Float[Tensor, "B T D"], w_ND: Float[Tensor, "NH D"], heads: int, b_N: Float[Tensor, "NH"] | None = None
+) -> Float[Tensor, "B T N H"]:
+    """3.1: Q = X W_Q + b_Q, cut into heads. The weight is W_Q^T, [out, in]."""
+    return nn.functional.linear(x_BTD, w_ND, b_N).unflatten(-1, (heads, -1))
 
 
 def rms_norm(x: Float[Tensor, "B T N H"], w_H: Float[Tensor, "H"], eps: float) -> Float[Tensor, "B T N H"]:
@@ -150,9 +153,11 @@ def mix(a_BNTS: Float[Tensor, "B N T S"], v_BSNH: Float[Tensor, "B S N H"]) -> F
     return torch.matmul(a_BNTS, v_BSNH.transpose(1, 2)).transpose(1, 2)
 
 
-def merge(o_BTNH: Float[Tensor, "B T N H"], w_DN: Float[Tensor, "D NH"]) -> Float[Tensor, "B T D"]:
-    """3.12: MHA(X) = [head_1 ‖ … ‖ head_h] W_O. The weight is W_O^T, [out, in]."""
-    return nn.functional.linear(o_BTNH.flatten(-2), w_DN)
+def merge(
+    o_BTNH: Float[Tensor, "B T N H"], w_DN: Float[Tensor, "D NH"], b_D: Float[Tensor, "D"] | None = None
+) -> Float[Tensor, "B T D"]:
+    """3.12: MHA(X) = [head_1 ‖ … ‖ head_h] W_O + b_O. The weight is W_O^T, [out, in]."""
+    return nn.functional.linear(o_BTNH.flatten(-2), w_DN, b_D)
 
 
 def at_least_float32(x: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
@@ -184,7 +189,8 @@ def run(
 
     y_BTD = module(x_BTD.requires_grad_(), cos_BTH, sin_BTH, mask_B1TS, record)
     tensors = {**module.state_dict(keep_vars=True), "hidden_states": x_BTD, **stages}
-    sources = {name: tensors[name.removeprefix("d_")] for name in GRADIENTS if name.removeprefix("d_") in tensors}
+    names = [name for name in (*GRADIENTS, *BIAS_GRADIENTS) if name.removeprefix("d_") in tensors]
+    sources = {name: tensors[name.removeprefix("d_")] for name in names}
     loss = torch.sum(y_BTD * tensor(d_output, device))  # its gradient at the output is d_output
     gradients = torch.autograd.grad(loss, list(sources.values()))
     trace = stages | dict(zip(sources, gradients, strict=True))

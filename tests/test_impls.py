@@ -192,8 +192,10 @@ CHANGES = {
     "num_key_value_heads": 6,
     "head_dim": 4,
     "rms_norm_eps": 1e-5,
+    "attention_bias": True,
 }
-READ_OFF_THE_WEIGHTS = {("numpy", "hidden_size"), ("numpy", "head_dim")}  # whoever makes a case checks their shapes
+READ_OFF_THE_WEIGHTS = {("numpy", field) for field in ("hidden_size", "head_dim", "attention_bias")}
+"""Whoever makes a case checks that they fit its configuration."""
 
 
 @pytest.mark.parametrize(
@@ -205,7 +207,7 @@ def test_every_field_of_the_configuration_matters(name: str, field: str, case: C
     changed = replace(case.config, **{field: CHANGES[field]})
     try:
         output = RUNS[name](*case._replace(config=changed))["output"]
-    except (ValueError, TypeError, RuntimeError):
+    except (KeyError, ValueError, TypeError, RuntimeError):
         return
     assert relative(output, RUNS[name](*case)["output"]) > 1e-9
 

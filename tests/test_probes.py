@@ -117,7 +117,7 @@ ROPE_Q, ROPE_K = "rope(qn_BTNH, cos_BTH, sin_BTH)", "rope(kn_BSKH, cos_BTH, sin_
 MEAN, SCALING = "np.mean(x * x, axis=-1, keepdims=True)", "return w_H * (x"
 SCORES, SCORE = "(q_BNTH @ k_BNHS) * q_BTNH.shape[-1] ** -0.5", "scores(qr_BTNH, share(kr_BSKH, G))"
 MASK, SUM = "np.tri(T, S, dtype=bool)", "e_BNTS.sum(axis=-1, keepdims=True)"
-HEADS, MERGE = "mix(a_BNTS, share(v_BSKH, G))", 'merge(o_BTNH, weights["o_proj.weight"])'
+HEADS, MERGE = "mix(a_BNTS, share(v_BSKH, G))", 'merge(o_BTNH, weights["o_proj.weight"], weights.get("o_proj.bias", 0))'
 JACOBIAN = "a * (d_a - np.sum(a * d_a, axis=-1, keepdims=True))"
 NORM_BACKWARD = "r * (g - x_hat * np.mean(g * x_hat, axis=-1, keepdims=True))"
 
@@ -146,9 +146,9 @@ WRONG = {
     "k heads tiled": [(SCORE, "scores(qr_BTNH, np.tile(kr_BSKH, (1, 1, G, 1)))")],
     "heads exchanged": [(HEADS, f"{HEADS}[:, :, [1, 0, *range(2, N)]]")],
     "heads reversed": [(HEADS, f"{HEADS}[:, :, ::-1]")],
-    "heads split without swap": [("T).reshape(B, T, heads, -1)", "T).reshape(B, heads, T, -1).swapaxes(1, 2)")],
+    "heads split without swap": [("b_N).reshape(B, T, heads, -1)", "b_N).reshape(B, heads, T, -1).swapaxes(1, 2)")],
     "heads merged without swap": [("o_BTNH.reshape(B, T, N * H)", "o_BTNH.swapaxes(1, 2).reshape(B, T, N * H)")],
-    "v projected with k's weight": [('(x_BTD, weights["v_proj.weight"], K)', '(x_BTD, weights["k_proj.weight"], K)')],
+    "v projected with k's weight": [('(x_BTD, weights["v_proj.weight"], K,', '(x_BTD, weights["k_proj.weight"], K,')],
     "scale 1/8": [(SCORES, "(q_BNTH @ k_BNHS) * 64**-0.5")],
     "scale twice": [(SCORES, f"{SCORES} * q_BTNH.shape[-1] ** -0.5")],
     "scale off by 1e-6": [(SCORES, f"{SCORES} * (1 + 1e-6)")],
@@ -160,7 +160,7 @@ WRONG = {
     "mask -10": [("0, -np.inf)", "0, -10)")],
     "mask -30": [("0, -np.inf)", "0, -30)")],
     "mask -1e4": [("0, -np.inf)", "0, -1e4)")],
-    "future scores set to 0": [("s_BNTS + causal_mask(s_BNTS)", "np.where(causal_mask(s_BNTS) == 0, s_BNTS, 0)")],
+    "future scores set to 0": [("s_BNTS + mask_TS", "np.where(mask_TS == 0, s_BNTS, 0)")],
     "softmax over queries": [(SUM, SUM.replace("-1", "-2"))],
     "softmax without its maximum": [("np.exp(z_BNTS - z_BNTS.max(axis=-1, keepdims=True))", "np.exp(z_BNTS)")],
     "softmax + 1": [(SUM, f"(1 + {SUM})")],

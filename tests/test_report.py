@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 from test_artifact import differing, document, framework, not_run
 
 from harness import artifact, scaling
-from harness.gates import EQUATION, direction
+from harness.gates import EQUATION, NAMES, direction
 from harness.report.figures import FORMATS
 from harness.report.html import render_html, write_html
 from harness.runners import Setting, trace_file
@@ -37,7 +37,7 @@ def checks(names: list[str], dtype: str = "float32", structure: bool = True) -> 
     """What a run leaves of some implementations that match: every gate, every stage."""
     found = []
     for name, stage, rope in (
-        (name, stage, rope) for name in names for stage in EQUATION for rope in ("neutral", "model")
+        (name, stage, rope) for name in names for stage in NAMES for rope in ("neutral", "model")
     ):
         place = {"layer": 0, "input": "chapter", "rope": rope, "dtype": dtype, "framework": name, "stage": stage}
         place |= {"equation": EQUATION[stage], "direction": direction(stage)}

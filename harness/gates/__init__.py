@@ -5,7 +5,8 @@
     tolerance   in the run's dtype, end to end: is the difference what rounding makes it, and no more?
     probes      inputs on which a correct layer does not round
 
-A trace is a flat dict of arrays: stages by the names of `impls.spec.STAGES`, gradients by those of `GRADIENTS`.
+A trace is a flat dict of arrays: stages by the names of `impls.spec.STAGES`, gradients by those of `GRADIENTS`,
+and of `BIAS_GRADIENTS` where the layer has biases.
 """
 
 import math
@@ -14,14 +15,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from impls.spec import GRADIENTS, STAGES, WEIGHTS, AttentionConfig, weight_shapes
+from impls.spec import BIAS_GRADIENTS, GRADIENTS, STAGES, AttentionConfig, weight_shapes
 
 Array = np.ndarray
 Trace = Mapping[str, Array]
 
-EQUATION = {stage.name: stage.equation for stage in STAGES} | GRADIENTS
-NAMES = tuple(EQUATION)
-"""Every name of a whole trace, in the order in which it is computed."""
+EQUATION = {stage.name: stage.equation for stage in STAGES} | GRADIENTS | BIAS_GRADIENTS
+"""Of every name that a trace may hold, in the order in which it is computed."""
+NAMES = tuple(name for name in EQUATION if name not in BIAS_GRADIENTS)
+"""Those of a whole trace of a layer without biases; of any layer: see `whole`."""
 
 _LETTERS = {stage.name: stage.shape for stage in STAGES}
 
@@ -82,15 +84,20 @@ def letters(name: str) -> str:
 
 def shape(name: str, config: AttentionConfig, B: int, T: int) -> tuple[int, ...]:
     """The shape of a trace's entry for an input of B sequences of T tokens."""
-    if name.removeprefix("d_") in WEIGHTS:
-        return weight_shapes(config)[name.removeprefix("d_")]
+    if name.removeprefix("d_") in (weights := weight_shapes(config)):
+        return weights[name.removeprefix("d_")]
     sizes = config.sizes() | {"B": B, "T": T, "S": T}
     return tuple(sizes[letter] for letter in letters(name))
 
 
+def whole(config: AttentionConfig) -> tuple[str, ...]:
+    """Every name of a whole trace of this layer, in the order in which it is computed."""
+    return (*NAMES, *(BIAS_GRADIENTS if config.attention_bias else ()))
+
+
 def direction(name: str) -> str:
     """Whether the entry arises going forward or backward."""
-    return "backward" if name in GRADIENTS else "forward"
+    return "backward" if name in GRADIENTS or name in BIAS_GRADIENTS else "forward"
 
 
 def usable(
@@ -102,10 +109,10 @@ def usable(
     `dtype` is given, float64 that claims an accuracy which float32 has not.
     """
     names, findings = [], []
-    for name in [*NAMES, *(name for name in trace if name not in EQUATION)]:
+    for name in [*EQUATION, *(name for name in trace if name not in EQUATION)]:
         if name not in trace:
             fault = "missing" if name in expected else None
-        elif name not in EQUATION:
+        elif name not in EQUATION or (name in BIAS_GRADIENTS and name not in truth and "d_hidden_states" in truth):
             fault = "unknown"
         elif name not in truth:
             continue

@@ -19,12 +19,12 @@ sees, j = G (T − column) terms that reach a key, δ = Σ p dp, r = 1/rms(x), x
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
-from harness.gates import ROUNDING, Array, Finding, Rounding, Trace, compared, letters, seen_by, shape, visible
+from harness.gates import NAMES, ROUNDING, Array, Finding, Rounding, Trace, compared, letters, seen_by, shape, visible
 from impls.spec import STAGES, AttentionConfig
 
 MARGIN = {"bits": 1.0, "bits of a head": 2.0, "bits of a position": 2.0}
@@ -105,7 +105,7 @@ def judge(
     stages = Stages(trace, weights, inputs, d_output, config, rounding)
     findings = []
     for name in EQUATIONS:
-        if name not in uncertified(trace):
+        if name not in uncertified(trace, EQUATIONS):
             judge_entry = _judge_weight if name in FACTORS else _judge
             findings += judge_entry(name, trace[name], stages)
     return findings
@@ -128,9 +128,14 @@ def beyond(truth: Trace, dtype: str, seen: Array | None = None) -> list[str]:
     return large
 
 
-def uncertified(trace: Trace) -> list[str]:
+def uncertified(trace: Trace, entries: Iterable[str] = NAMES) -> list[str]:
     """The entries of a whole trace that this one cannot certify: missing themselves, or what they are computed from."""
-    return [name for name in EQUATIONS if not ({name, *NEEDS[name]} <= trace.keys())]
+    return [name for name in entries if not ({name, *needs(name, trace)} <= trace.keys())]
+
+
+def needs(name: str, trace: Trace) -> tuple[str, ...]:
+    """What an entry is computed from, in this trace: the heads of a fused kernel from queries, keys and values."""
+    return ("q_rope", "k_rope", "v_proj") if name == "heads" and "probs" not in trace else NEEDS[name]
 
 
 def _judge_weight(name: str, value: Array, stages: "Stages") -> list[Finding]:
@@ -153,17 +158,20 @@ def _judge_weight(name: str, value: Array, stages: "Stages") -> list[Finding]:
 
 
 def _judge(name: str, value: Array, stages: "Stages") -> list[Finding]:
-    local = EQUATIONS[name](stages)
-    error = np.abs(
-        compared(name, np.asarray(value, np.float64), stages.seen) - compared(name, local.value, stages.seen)
-    )
-    bound, near = local.allowed(stages.rounding)
+    return measured(name, value, EQUATIONS[name](stages), stages.rounding, stages.seen)
+
+
+def measured(name: str, value: Array, local: Local, rounding: Rounding, seen: Array | None = None) -> list[Finding]:
+    """A stage's value against what it should be: its bound; its bits; the fewest of a head or a position."""
+    own, due = (compared(name, np.asarray(each, np.float64), seen) for each in (value, local.value))
+    error = np.abs(own - due)
+    bound, near = local.allowed(rounding)
     ratio = error / bound
     where = _at(ratio)
     findings = [Finding(name, "bound", float(ratio[where]), 1.0, where)]
     relative = (error / (local.scale + near)) ** 2
-    counted = stages.counted(name, value.shape)
-    floor = stages.rounding.bits - math.log2(max(local.n, 1)) / 2
+    counted = _counted(name, value.shape, seen)
+    floor = rounding.bits - math.log2(max(local.n, 1)) / 2
     parts = []
     for measure, letter in (("bits", ""), ("bits of a head", "NK"), ("bits of a position", "TS")):
         axis = [axis for axis, each in enumerate(letters(name)) if each in letter][:1]
@@ -177,6 +185,16 @@ def _judge(name: str, value: Array, stages: "Stages") -> list[Finding]:
         parts.append(Finding(name, measure, float(np.ravel(bits)[worst]), floor - MARGIN[measure], place))
     whole, *parts = parts
     return [*findings, whole, *sorted(parts, key=lambda part: part.value - part.limit)[:1]]
+
+
+def _counted(name: str, shape: tuple[int, ...], seen: Array | None) -> Array:
+    """Which elements of a stage count for its bits: scores of keys that are seen, answers of queries that see."""
+    if seen is None or not (letters(name).endswith("TS") or name in ("heads", "output")):
+        return np.broadcast_to(True, shape)
+    if letters(name).endswith("TS"):
+        return np.broadcast_to(seen, shape)
+    answered = np.any(seen, axis=-1, keepdims=True)  # [B or 1,1,T,1]
+    return np.broadcast_to(answered[:, 0] if name == "output" else answered.swapaxes(1, 2), shape)
 
 
 def _at(values: Array) -> tuple[int, ...]:
@@ -221,15 +239,6 @@ class Stages:
         value = self.given[name] if name in self.given else self.trace[name]
         return np.asarray(value, np.float64)
 
-    def counted(self, name: str, shape: tuple[int, ...]) -> Array:
-        """Which elements of a stage count for its bits: scores of keys that are seen, answers of queries that see."""
-        if letters(name).endswith("TS"):
-            return np.broadcast_to(self.seen, shape)
-        answered = np.any(self.seen, axis=-1, keepdims=True)  # [B or 1,1,T,1]
-        if name in ("heads", "output") and not answered.all():
-            return np.broadcast_to(answered[:, 0] if name == "output" else answered.swapaxes(1, 2), shape)
-        return np.broadcast_to(True, shape)
-
     def gamma(self, n: Array | float) -> Array:
         """γ_n = n u / (1 − n u)."""
         return np.asarray(n * self.u / (1 - n * self.u))
@@ -262,10 +271,19 @@ class Stages:
         smallest = self.rounding.least * 2**11
         return np.where(a < smallest, a, 0) @ b + a @ np.where(b < smallest, b, 0) if smallest else 0.0
 
+    def affine(self, x: Array, name: str) -> Local:
+        """y = x W^T + b, where there is a bias, which may be added before the product is rounded to a shorter dtype."""
+        w, n = self.w[f"{name}.weight"].T, x.shape[-1]
+        if not self.config.attention_bias:
+            return self.product(x, w, n)
+        b, local = self.w[f"{name}.bias"].value, self.product(x, w, n, more=1)
+        value, bound, scale = local.value + b, local.bound + self.gamma(n + 1) * np.abs(b), np.hypot(local.scale, b)
+        return Local(value, bound, scale, n, np.abs(value) + np.abs(local.value), 2)
+
     # 3.1, RMSNorm, RoPE, 3.5 to 3.12
 
     def project(self, name: str) -> Local:
-        return self._per_head(name, self.product(self.rows("hidden_states"), self.w[f"{name}.weight"].T, self.D))
+        return self._per_head(name, self.affine(self.rows("hidden_states"), name))
 
     def norm(self, path: str) -> Local:
         x, w = self[f"{path}_proj"], self.w[f"{path}_norm.weight"].value
@@ -299,10 +317,13 @@ class Stages:
         return Local(p, bound, scale, self.T)
 
     def mix(self) -> Local:
+        if "probs" not in self.trace:
+            q, k, v = (self.heads(name) for name in ("q_rope", "k_rope", "v_proj"))
+            return attended(q, k, v, self.seen, self.rounding).rearranged(by_head)
         return self.product(self["probs"], self.heads("v_proj"), self.i + 1).rearranged(by_head)
 
     def merge(self) -> Local:
-        return self._tokens(self.product(self.rows("heads"), self.w["o_proj.weight"].T, self.N * self.H))
+        return self._tokens(self.affine(self.rows("heads"), "o_proj"))
 
     # backward
 
@@ -376,6 +397,13 @@ class Stages:
         # is shown: one term is then off by 2 u_o. Seen without this: 1.1 of the bound, in 12 of 12,288 elements
         return local._replace(stored=np.abs(local.value) + 2 * local.scale)
 
+    def d_bias(self, name: str) -> Local:
+        rows = self.rows(name)
+        total = np.sum(np.abs(rows), axis=0)
+        value, scale = np.sum(rows, axis=0), np.sqrt(np.sum(rows**2, axis=0))
+        # the terms may be taken as they were before they were rounded: XLA's excess precision
+        return Local(value, self.gamma(len(rows)) * total, scale, len(rows), np.abs(value) + total, 1 + len(rows))
+
     def d_norm_weight(self, path: str) -> Local:
         x_hat, _, d = self._normalised(path)
         terms = (d * x_hat).reshape(-1, self.H)
@@ -431,6 +459,29 @@ class Stages:
         return x * r, r, self[f"d_{path}_norm"]
 
 
+def attended(q: Array, k: Array, v: Array, seen: Array, rounding: Rounding) -> Local:
+    """3.5 to 3.11 in one, of a fused kernel that shows nothing between: what its scores and exponentials err by reaches
+    the heads as p |v| of it, and its sums are corrected from tile to tile, two roundings each.
+
+    Args: [B,N,T,H], [B,N,S,H] twice, [B or 1,1,T,S].
+    """
+    u, H = rounding.unit, q.shape[-1]
+    s = np.where(seen, q @ k.swapaxes(-1, -2) / math.sqrt(H), -np.inf)
+    m = np.maximum(s.max(axis=-1, keepdims=True), np.finfo(np.float64).min)
+    p = np.exp(s - m)
+    total = np.maximum(p.sum(axis=-1, keepdims=True), 1)
+    p /= total
+    s, m = np.where(seen, s, m), np.where(seen.any(axis=-1, keepdims=True), m, 0)
+    s_error = (H + 3) * u * (np.abs(q) @ np.abs(k).swapaxes(-1, -2)) / math.sqrt(H)
+    theta = seen * (s_error + u * (3 * (m - s) + np.abs(s) + np.abs(m) + 8))
+    i = np.sum(seen, axis=-1, keepdims=True)
+    size = p @ np.abs(v)
+    bound = 1.01 * ((p * theta) @ np.abs(v) + (np.sum(p * theta, axis=-1, keepdims=True) + 2 * (i + 2) * u) * size)
+    spread = p**2 * (1 + (m - s) ** 2 + s**2 + m**2)
+    value, small = p @ v, 1 + (seen + 0 * p) @ np.abs(v)  # a shorter dtype keeps p, too
+    return Local(value, bound, np.sqrt(spread @ v**2), k.shape[-2], np.abs(value) + size, small)
+
+
 def by_head(x: Array) -> Array:
     """[B,T,N,H] <-> [B,N,T,H]."""
     return x.transpose(0, 2, 1, 3)
@@ -475,8 +526,12 @@ EQUATIONS: dict[str, Callable[[Stages], Local]] = {
     "d_q_norm.weight": lambda t: t.d_norm_weight("q"),
     "d_k_norm.weight": lambda t: t.d_norm_weight("k"),
     "d_o_proj.weight": lambda t: t.d_weight(*FACTORS["d_o_proj.weight"]),
+    "d_q_proj.bias": lambda t: t.d_bias("d_q_proj"),
+    "d_k_proj.bias": lambda t: t.d_bias("d_k_proj"),
+    "d_v_proj.bias": lambda t: t.d_bias("d_v_proj"),
+    "d_o_proj.bias": lambda t: t.d_bias("d_output"),
 }
-"""How each entry is computed from the entries before it, in the order of `NAMES`."""
+"""How each entry is computed from the entries before it, in their order."""
 
 NEEDS: dict[str, tuple[str, ...]] = {
     **{stage.name: tuple(each for each in stage.inputs if each in EQUATIONS) for stage in STAGES},
@@ -498,5 +553,9 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "d_q_norm.weight": ("d_q_norm", "q_proj"),
     "d_k_norm.weight": ("d_k_norm", "k_proj"),
     "d_o_proj.weight": ("heads",),
+    "d_q_proj.bias": ("d_q_proj",),
+    "d_k_proj.bias": ("d_k_proj",),
+    "d_v_proj.bias": ("d_v_proj",),
+    "d_o_proj.bias": (),
 }
 """The entries of the trace that each is computed from."""

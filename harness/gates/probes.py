@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from harness.gates import Array, Finding, Trace, compared, errors, usable, visible
-from impls.spec import GRADIENTS, AttentionConfig, weight_shapes
+from harness.gates import Array, Finding, Trace, compared, errors, usable, visible, whole
+from impls.spec import BIASES, AttentionConfig, weight_shapes
 
 NAMES = ("lookup", "significand", "cotangent", "strong")
 """lookup: small integers; every head, channel and position takes part in the output and in every gradient.
@@ -211,12 +211,13 @@ def _tokens(count: int, D: int, full: bool, random: Random) -> _Tokens:
     return _Tokens(x, size, own, int(reserve[0]), single, twin, rest[: twin.size])
 
 
-def _look_up(tokens: _Tokens, wanted: Array, magnitude: float, random: Random) -> Array:
-    """W_Q or W_K, [heads·H,D], that projects the tokens to the signs `wanted` [B,T,heads,H], times a power of two."""
+def _look_up(tokens: _Tokens, wanted: Array, magnitude: float, random: Random, bias: Array | float) -> Array:
+    """W_Q or W_K, [heads·H,D], that projects the tokens to the signs `wanted` [B,T,heads,H], times a power of two, once
+    the bias [heads·H, 1], or 0, has been added."""
     heads, H = wanted.shape[2:]
     power = np.repeat(magnitude * 2.0 ** (np.arange(heads) % 3), H)[:, None]
     weight = np.zeros((heads * H, tokens.x.shape[1]), np.float32)
-    weight[:, tokens.own] = power * wanted.reshape(tokens.size.size, -1).T * np.sign(tokens.size)
+    weight[:, tokens.own] = power * wanted.reshape(tokens.size.size, -1).T * np.sign(tokens.size) - bias / tokens.size
     weight[:, tokens.spare] = weight[:, tokens.own[tokens.twin]]
     low = power * (random.integers(2**19, 2**20, (heads * H, 1)) * 2 + 1) * 2.0**-23  # 1/8 to 1/4 of the power
     weight[:, tokens.own[tokens.single]] += low
@@ -272,6 +273,17 @@ def _sparse(name: str, tokens: _Tokens, config: AttentionConfig, target: Array, 
     return _Values(v.astype(np.float32), o, d_y)
 
 
+def _biases(name: str, config: AttentionConfig, random: Random) -> dict[str, Array]:
+    """Small integers where the layer has biases, multiples of 4 for Q and K, from which W_Q and W_K take them off
+    again; 0 where they would be added to, or multiplied by, numbers of 24 bits."""
+    zero = {"significand": BIASES, "cotangent": ["v_proj.bias"]}.get(name, ())
+    shapes = {each: shape for each, shape in weight_shapes(config).items() if each in BIASES}
+    return {
+        each: random.integers(-3, 4, shape).astype(np.float32) * (0 if each in zero else 4 if each[0] in "qk" else 1)
+        for each, shape in shapes.items()
+    }
+
+
 def _signs(random: Random, *shape: int) -> Array:
     return random.integers(0, 2, shape, np.int8) * 2.0 - 1
 
@@ -296,13 +308,16 @@ def _layer(name: str, config: AttentionConfig, plan: _Attention, random: Random)
     magnitude = 2.0**10 if config.rms_norm_eps < 2**-5 else 2.0**13
     sparse = name in ("significand", "cotangent")
     values = _sparse(name, tokens, config, plan.target, random) if sparse else _dense(tokens, config, random)
+    biases = _biases(name, config, random)
+    b_q, b_k = (biases[each][:, None] if biases else 0.0 for each in ("q_proj.bias", "k_proj.bias"))
     weights = {
-        "q_proj.weight": _look_up(tokens, np.sign(plan.q_norm), magnitude, random),
-        "k_proj.weight": _look_up(tokens, np.sign(plan.k_norm), magnitude, random),
+        "q_proj.weight": _look_up(tokens, np.sign(plan.q_norm), magnitude, random, b_q),
+        "k_proj.weight": _look_up(tokens, np.sign(plan.k_norm), magnitude, random, b_k),
         "v_proj.weight": values.v,
         "q_norm.weight": plan.q_weight.astype(np.float32),
         "k_norm.weight": plan.k_weight.astype(np.float32),
         "o_proj.weight": values.o,
+        **biases,
     }
     turns = np.tile(plan.turns, 2)
     inputs = {
@@ -332,15 +347,20 @@ def _answer(
     K, G, D = config.num_key_value_heads, config.num_key_value_groups, config.hidden_size
     w_v, w_o = weights["v_proj.weight"], weights["o_proj.weight"]
 
-    v = product(x, w_v.T).reshape(B, T, K, H)
+    def affine(x: Array, name: str) -> Array:
+        """x W^T + b, a product of one term more."""
+        w, b = weights[f"{name}.weight"].T, weights.get(f"{name}.bias")
+        return product(x, w) if b is None else product(np.insert(x, 0, 1, axis=-1), np.insert(w, 0, b, axis=0))
+
+    v = affine(x, "v_proj").reshape(B, T, K, H)
     v_BNSH = np.repeat(v, G, axis=2).swapaxes(1, 2)
     heads = np.take_along_axis(v_BNSH, plan.target[..., None], axis=2).swapaxes(1, 2)
     probs = np.eye(T)[plan.target]
     d_heads = product(d_y, w_o).reshape(B, T, N, H)
     d_v = product(_asked(probs, K), _by_key(d_heads, K)).swapaxes(1, 2)
     stages = {
-        "q_proj": product(x, weights["q_proj.weight"].T).reshape(B, T, N, H),
-        "k_proj": product(x, weights["k_proj.weight"].T).reshape(B, T, K, H),
+        "q_proj": affine(x, "q_proj").reshape(B, T, N, H),
+        "k_proj": affine(x, "k_proj").reshape(B, T, K, H),
         "v_proj": v,
         "q_norm": plan.q_norm,
         "k_norm": plan.k_norm,
@@ -350,7 +370,7 @@ def _answer(
         "masked_scores": np.where(visible(plan.scores.shape), plan.scores, -np.inf),
         "probs": probs,
         "heads": heads,
-        "output": product(heads.reshape(B, T, N * H), w_o.T),
+        "output": affine(heads.reshape(B, T, N * H), "o_proj"),
     }
     gradients = {
         "d_heads": d_heads,
@@ -360,8 +380,12 @@ def _answer(
         "d_v_proj.weight": product(d_v.reshape(B * T, -1).T, x.reshape(B * T, D)),
         "d_o_proj.weight": product(d_y.reshape(B * T, D).T, heads.reshape(B * T, -1)),
     }
+    if config.attention_bias:
+        sums = {"d_v_proj.bias": d_v.reshape(B * T, -1), "d_o_proj.bias": d_y.reshape(B * T, -1)}
+        gradients |= {name: product(np.ones((1, B * T)), d)[0] for name, d in sums.items()}
     shapes = {name: value.shape for name, value in stages.items()} | weight_shapes(config)
-    none = [name for name in GRADIENTS if name not in gradients]  # p (dp − δ) = 0, and all that is computed from it
+    none = [name for name in whole(config) if name.startswith("d_") and name not in gradients]
+    # p (dp − δ) = 0, and all that is computed from it
     return stages | gradients | {name: np.zeros(shapes[name.removeprefix("d_")]) for name in none}
 
 
@@ -402,7 +426,8 @@ def _fused(
     K, U_H = config.num_key_value_heads, U * (2 * T + 2 * H + 8)
     p, a = expected["probs"], {name: np.abs(value) for name, value in (expected | weights).items()}
     x, d_y = np.abs(x), np.abs(d_y).reshape(len(x), -1)
-    late, terms = U * (2 * T + 4), int((weights["o_proj.weight"] != 0).sum(axis=1).max())
+    late, b_o = U * (2 * T + 4), a.get("o_proj.bias", 0)
+    terms = int((weights["o_proj.weight"] != 0).sum(axis=1).max()) + config.attention_bias
     again = 4 * U if _exact_scale(H) else math.expm1(4 * U * a["scores"][p == 1].max())
 
     delta = p * (U_H * (a["d_heads"] * a["heads"]).sum(axis=-1)).swapaxes(1, 2)[..., None] * 1.01 / math.sqrt(H)
@@ -415,10 +440,11 @@ def _fused(
     d_v = (_asked(p, K) @ _by_key(a["d_heads"], K)).swapaxes(1, 2).reshape(len(x), -1) * (again + len(x) * U)
     worst = {
         "heads": late * a["heads"],
-        "output": (late + terms * U) * (heads @ a["o_proj.weight"].T).reshape(expected["output"].shape),
+        "output": (late + terms * U) * (heads @ a["o_proj.weight"].T + b_o).reshape(expected["output"].shape),
         "d_o_proj.weight": (late + len(x) * U) * (d_y.T @ heads),
         "d_v_proj": d_v,
         "d_v_proj.weight": d_v.T @ x,
+        "d_v_proj.bias": d_v.sum(axis=0),
         "d_hidden_states": d_v @ a["v_proj.weight"],
     }
     for path, d in d_rope.items():
@@ -427,8 +453,9 @@ def _fused(
         d_proj = ((g + g.mean(axis=-1, keepdims=True)) / a[f"{path}_proj"]).reshape(len(x), -1)
         worst |= {f"d_{path}_rope": d, f"d_{path}_norm": d_norm, f"d_{path}_proj": d_proj}
         worst |= {f"d_{path}_norm.weight": d_norm.sum(axis=(0, 1, 2)), f"d_{path}_proj.weight": d_proj.T @ x}
+        worst[f"d_{path}_proj.bias"] = d_proj.sum(axis=0)
         worst["d_hidden_states"] = worst["d_hidden_states"] + d_proj @ a[f"{path}_proj.weight"]
-    return {name: float(value.max() / _size(expected[name])) for name, value in worst.items()}
+    return {name: float(value.max() / _size(expected[name])) for name, value in worst.items() if name in expected}
 
 
 def _exact_scale(H: int) -> bool:

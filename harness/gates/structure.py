@@ -77,6 +77,7 @@ def score_gradient_scales(truth: Trace, weights: Trace, inputs: Trace, config: A
         scales[f"d_{path}_norm.weight"] = np.sqrt(weight2)
         largest2 = np.max(proj2, axis=(2, 3)) * np.max(inputs["hidden_states"] ** 2, axis=2)
         scales[f"d_{path}_proj.weight"] = np.sqrt(np.sum(largest2))
+        scales[f"d_{path}_proj.bias"] = np.sqrt(np.sum(proj2, axis=(0, 1))).ravel()
         w = weights[f"{path}_proj.weight"].ravel()
         hidden2 += np.sum(proj2, axis=(2, 3))[:, :, None] * (np.vdot(w, w) / w.size)
     scales["d_hidden_states"] = np.sqrt(hidden2)

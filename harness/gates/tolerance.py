@@ -22,8 +22,8 @@ from functools import cached_property
 
 import numpy as np
 
-from harness.gates import ROUNDING, Array, Finding, Rounding, Trace, compared, errors, seen_by, usable, visible
-from impls.spec import AttentionConfig, Observe
+from harness.gates import ROUNDING, Array, Finding, Rounding, Trace, compared, errors, seen_by, usable
+from impls.spec import BIAS_GRADIENTS, BIASES, AttentionConfig, Observe
 
 DELTA = 1e-6
 """The chance, by the model, that one tensor of a correct run has an element beyond its limit."""
@@ -39,6 +39,9 @@ BYTES = 64 * 2**20
 
 Forward = Callable[..., tuple[Array, dict]]
 Backward = Callable[..., dict[str, Array]]
+PARAMETER = (".weight", ".bias")
+"""How the name of a gradient ends that is a sum over batch and positions."""
+
 Part = tuple[Array, tuple[int, ...]]  # standard deviation, and the shape in which its noise is drawn (1: shared)
 
 
@@ -163,7 +166,7 @@ def sample(
     noise = Noise(clean, weights, inputs, d_output, config, rounding)
     B, T = d_output.shape[:2]
     samples = 32 if B * T < 128 else 8
-    size = max(1, BYTES // (4 * 8 * sum(value.size for name, value in clean.items() if not name.endswith("weight"))))
+    size = max(1, BYTES // (4 * 8 * sum(value.size for name, value in clean.items() if not name.endswith(PARAMETER))))
 
     tally = _Tally(clean, noise, samples)
     for count in _chunks(samples, size):
@@ -184,7 +187,7 @@ def sample(
             backward(_tile(d_output, count), noisy, _recomputing(noise, count, rng, seen))
         recomputed.add(seen)
     spreads, more = tally.spreads(), recomputed.spreads(local=False) if fused else {}
-    kept = {name: value for name, value in clean.items() if not name.endswith("weight")}
+    kept = {name: value for name, value in clean.items() if not name.endswith(PARAMETER)}
     return Tolerance(spreads, more, kept, rounding, samples, seed, noise.given)
 
 
@@ -216,13 +219,26 @@ def _recording(seen: dict[str, Array], count: int | None = None) -> Observe:
     return observe
 
 
+def spread(name: str, deviations: Array) -> Spread:
+    """The spread of a stage from K deviations from its clean value, [K, …], float64."""
+    flat = deviations.reshape(len(deviations), -1)
+    means = np.mean(flat**2, axis=1)
+    variance = np.mean(deviations**2, axis=0)
+    sigma = np.sqrt(_smooth(name, variance, np.ones((1, 1), bool))).astype(np.float32)
+    return Spread(sigma, float(np.mean(means)), float(np.var(means, ddof=1)), len(deviations))
+
+
 def weight_gradients(clean: Trace, x: Array, d_output: Array, config: AttentionConfig) -> dict[str, Array]:
     """The weights' gradients from the stages' own, so that an error of the page in them widens no tolerance."""
     rows = {
-        name: value.reshape(x.shape[0] * x.shape[1], -1) for name, value in {**clean, "x": x}.items() if value.ndim > 2
+        name: value.reshape(x.shape[0] * x.shape[1], -1)
+        for name, value in {**clean, "x": x, "d_o_proj": d_output}.items()
+        if value.ndim > 2
     }
     gradients = {f"d_{name}.weight": rows[f"d_{name}"].T @ rows["x"] for name in ("q_proj", "k_proj", "v_proj")}
-    gradients["d_o_proj.weight"] = d_output.reshape(len(rows["x"]), -1).T @ rows["heads"]
+    gradients["d_o_proj.weight"] = rows["d_o_proj"].T @ rows["heads"]
+    if config.attention_bias:
+        gradients |= {name: rows[name.removesuffix(".bias")].sum(axis=0) for name in BIAS_GRADIENTS}
     for path in ("q", "k"):
         y = clean[f"{path}_proj"]
         x_hat = y / np.sqrt(np.mean(y**2, axis=-1, keepdims=True) + config.rms_norm_eps)
@@ -265,6 +281,9 @@ class _Tally:
             x_hat = x * self.noise.inverse_rms(x)
             total = np.sum(seen[f"d_{path}_norm"] * x_hat, axis=(1, 2, 3))
             self._add(f"d_{path}_norm.weight", total - self.clean[f"d_{path}_norm.weight"])
+        for name in self.noise.biases:
+            d_y = seen.get(name.removesuffix(".bias"), self.noise.d_output + np.zeros((len(seen["output"]), 1, 1, 1)))
+            self._add(name, np.sum(d_y, axis=(1, 2)).reshape(len(d_y), -1) - self.clean[name])
         for name, (left, right, noisy) in self.noise.weight_factors.items():
             rows = seen[noisy].reshape(len(seen[noisy]), len(left), -1)
             if self.keep:
@@ -289,7 +308,7 @@ class _Tally:
                 variance, means = square / self.samples, np.array(self.means[name] or [0.0])
             mean = float(np.mean(means))
             spread = float(np.var(means)) * len(means) / (len(means) - 1)
-            if local and name.endswith("weight"):
+            if local and name.endswith(PARAMETER):
                 own = self.noise.weight_variance[name]  # independent from element to element
                 variance, mean = variance + own, mean + float(np.mean(own))
                 spread += 2 * float(np.mean(own**2)) / own.size
@@ -337,26 +356,35 @@ class Noise:
         clean: Mapping[str, Array],
         weights: Mapping[str, Array],
         inputs: Mapping[str, Array],
-        d_output: Array,
+        d_output: Array | None,
         config: AttentionConfig,
         rounding: Rounding,
+        asked: Array | slice = slice(None),
     ):
+        """Without `d_output`, of the forward alone; `asked` are the positions of its queries, [R] of the T keys'."""
         self.h, self.rounding = rounding.unit**2 / 3, rounding
         self.t, self.w, self.config = clean, weights, config
-        self.x, self.d_output = inputs["hidden_states"], d_output
-        self.cos, self.sin = inputs["cos"][:, :, None], inputs["sin"][:, :, None]
-        self.T = d_output.shape[1]
+        self.x = inputs["hidden_states"]
+        self.asked = {name: inputs[name][:, asked] for name in ("hidden_states", "cos", "sin")}
+        self.biases = BIAS_GRADIENTS if config.attention_bias else {}
+        self.inputs, self.cos, self.sin = inputs, inputs["cos"][:, :, None], inputs["sin"][:, :, None]
+        self.T = self.x.shape[1]
         self.given = seen_by(inputs)
-        self.seen = visible((self.T, self.T)) if self.given is None else self.given
-        self.i = np.arange(1, self.T + 1)[:, None]  # [T, 1]: keys that a query sees
+        self.i = np.arange(1, self.T + 1)[asked, None]  # [T, 1]: keys that a query sees
+        self.seen = np.arange(self.T) < self.i if self.given is None else self.given
         self.j = config.num_key_value_groups * np.arange(self.T, 0, -1)[:, None, None]  # [S, 1, 1]: terms of a key
         self.parts: dict[str, list[Part]] = {}
+        self.stored: dict[str, Array] = {}
+        self.equal_rows = False
+        if d_output is None:
+            self._forward()
+            return
+        self.d_output = d_output
         self.weight_factors = self._weight_factors()
-        self.weight_variance = {name: self._weight_variance(name) for name in clean if name.endswith("weight")}
+        self.weight_variance = {name: self._weight_variance(name) for name in clean if name.endswith(PARAMETER)}
         self._forward()
         self._backward()
         self._recomputed()
-        self.stored: dict[str, Array] = {}
         if rounding.stored:
             self._keep_short()
         rows, self.distinct = np.unique(self.x.reshape(-1, self.x.shape[-1]), axis=0, return_inverse=True)
@@ -391,6 +419,14 @@ class Noise:
         """P(y, Q; n), the variance of a product y of inner length n."""
         return self.h * ((n / 3 + 1) * y**2 + (n / 6 + 1) * Q)
 
+    def _affine(self, name: str, x: Array, n: int) -> Array:
+        """Of a projection x W^T + b: a product of one term more, where there is a bias."""
+        weight = "o_proj" if name == "output" else name
+        Q = x**2 @ self.w[f"{weight}.weight"].T ** 2
+        if self.biases:
+            Q, n = Q + self.w[f"{weight}.bias"] ** 2, n + 1
+        return self.product(self.t[name], Q.reshape(self.t[name].shape), n)
+
     def inverse_rms(self, x: Array) -> Array:
         """1/rms over the last axis, keeping it."""
         return 1 / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + self.config.rms_norm_eps)
@@ -401,17 +437,18 @@ class Noise:
         self.parts[name] = [(deviation, deviation.shape)]
 
     def _forward(self) -> None:
-        t, w, h, H, N = self.t, self.w, self.h, self.config.head_dim, self.config.num_attention_heads
-        D = self.config.hidden_size
+        t, h, D, H = self.t, self.h, self.config.hidden_size, self.config.head_dim
         for name in ("q_proj", "k_proj", "v_proj"):
-            self._set(name, self.product(t[name], (self.x**2 @ w[f"{name}.weight"].T ** 2).reshape(t[name].shape), D))
+            self._set(name, self._affine(name, self.asked["hidden_states"] if name == "q_proj" else self.x, D))
         for path in ("q", "k"):
             y, row = t[f"{path}_norm"], (*t[f"{path}_norm"].shape[:3], 1)
             self.parts[f"{path}_norm"] = [
                 (np.sqrt((H / 12 + 2.75) * h) * np.abs(y), row),
                 (np.sqrt(2 * h) * np.abs(y), y.shape),
             ]
-            self._set(f"{path}_rope", self._rotation(y, self.sin * _rotate(y)))
+            tables = self.asked if path == "q" else self.inputs
+            cos, sin = (tables[each][:, :, None] for each in ("cos", "sin"))
+            self._set(f"{path}_rope", self._rotation(y * cos, sin * _rotate(y)))
 
         s, p, o = t["scores"], t["probs"], t["heads"]
         qk = _by_head(t["q_rope"]) ** 2 @ self._shared("k_rope").swapaxes(-1, -2) ** 2 / H
@@ -427,8 +464,8 @@ class Noise:
         pv = _by_head(p**2 @ self._shared("v_proj") ** 2)
         self.var_heads = self.product(o, pv, self.i[:, :, None])
         self._set("heads", self.var_heads)
-        o2 = o.reshape(*self.x.shape[:2], -1) ** 2
-        self._set("output", self.product(t["output"], o2 @ w["o_proj.weight"].T ** 2, N * H))
+        if "output" in t:
+            self._set("output", self._affine("output", o.reshape(*o.shape[:2], -1), H * o.shape[2]))
 
     def _backward(self) -> None:
         t, w, h, H, D = self.t, self.w, self.h, self.config.head_dim, self.config.hidden_size
@@ -460,7 +497,7 @@ class Noise:
         self._set("d_k_rope", self.product(y["k"], k2, j), 3 * h * y["k"] ** 2)
         for path in ("q", "k"):
             d = y[path]
-            self._set(f"d_{path}_norm", self._rotation(d, _rotate(d * self.sin)))
+            self._set(f"d_{path}_norm", self._rotation(d * self.cos, _rotate(d * self.sin)))
             self._rms_norm_backward(path)
         Q = sum(
             t[f"d_{name}"].reshape(*self.x.shape[:2], -1) ** 2 @ w[f"{name}.weight"] ** 2
@@ -482,9 +519,9 @@ class Noise:
             (np.sqrt(h * (3 * t1**2 + 4 * t2**2 + y**2)), y.shape),
         ]
 
-    def _rotation(self, x: Array, turned: Array) -> Array:
-        """RoPE's variance, forward (turned = rot(x) sin) and transposed (turned = rot^T(x sin))."""
-        return 2 * self.h * (0.7 * (np.abs(x * self.cos) + np.abs(turned))) ** 2
+    def _rotation(self, kept: Array, turned: Array) -> Array:
+        """RoPE's variance, of x cos and rot(x) sin, or transposed of x cos and rot^T(x sin)."""
+        return 2 * self.h * (0.7 * (np.abs(kept) + np.abs(turned))) ** 2
 
     def _recomputed(self) -> None:
         """A fused kernel recomputes p = exp(s − lse) before its backward, and takes δ = Σ dO O from what it stored."""
@@ -517,10 +554,11 @@ class Noise:
             else:
                 self.stored[name] = np.sqrt(variance)
 
-        for name in ("q_proj", "k_proj", "v_proj", "probs", "heads", "output", "d_heads", "d_probs", "d_masked_scores"):
+        for name in ("probs", "heads", "d_heads", "d_probs", "d_masked_scores", *self.weight_factors, *self.biases):
             kept(name)
-        for name in self.weight_factors:
-            kept(name)
+        for name, bias in zip(("q_proj", "k_proj", "v_proj", "output"), BIASES, strict=True):
+            product = [(t[name] - w[bias].reshape(t[name].shape[2:])) ** 2] if self.biases else []
+            kept(name, *product, small=len(product))
         kept("scores", 2 * t["scores"] ** 2, small=1)
         p2, ds2 = t["probs"] ** 2, t["d_masked_scores"] ** 2
         d_o2, q2, k2 = _by_head(t["d_heads"]) ** 2, _by_head(t["q_rope"]) ** 2 / H, self._shared("k_rope") ** 2 / H
@@ -562,6 +600,9 @@ class Noise:
         if name in self.weight_factors:
             left, right, _ = self.weight_factors[name]
             return self.product(y, left.T**2 @ right**2, len(left))
+        if name in self.biases:
+            d_y, n = self.t.get(name.removesuffix(".bias"), self.d_output), self.d_output.shape[0] * self.T
+            return self.h * ((n / 3 + 1) * y**2 + n / 6 * np.sum(d_y**2, axis=(0, 1)).ravel())
         path = name[2]
         x = self.t[f"{path}_proj"]
         terms2 = np.sum((self.t[f"d_{path}_norm"] * x * self.inverse_rms(x)) ** 2, axis=(0, 1, 2))

@@ -17,8 +17,6 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup, escape
 
-from impls.spec import GRADIENTS
-
 INK, MUTED, RULE, ACCENT, BAD = (f"#01010{index}" for index in range(1, 6))
 SERIES = tuple(f"#02020{index}" for index in range(1, 6))
 """Stand-ins: matplotlib draws in them, and the page's CSS says what they are, in light and in dark."""
@@ -84,7 +82,7 @@ def bits(
     float64 is drawn hollow; 53 bits in a shorter dtype mean that nothing is rounded there.
     """
     left, step, top, width = 108.0, 17.0, 40.0, 450.0
-    at = {name: top + step * (row + 1 + 1.2 * (name in GRADIENTS)) for row, name in enumerate(stages)}
+    at = {name: top + step * (row + 1 + 1.2 * name.startswith("d_")) for row, name in enumerate(stages)}
     bottom, scale, count = max(at.values()) + step, (width - left - 8) / 54, 1 + max(index for index, _ in series)
     with drawing(width, bottom + 4) as (figure, axes):
         for bit, (name, side) in FORMATS.items():

@@ -22,12 +22,12 @@ from pygments.lexers.python import PythonLexer
 from safetensors import SafetensorError, safe_open
 
 from harness import scaling
-from harness.gates import EQUATION, NAMES, ROUNDING, Finding, compared, difference, letters
+from harness.gates import EQUATION, NAMES, ROUNDING, Finding, compared, difference, direction, letters
 from harness.report import benchmark as speed
 from harness.report import console, figures
 from harness.runners import Setting, trace_file
 from impls import numpy_attention
-from impls.spec import GRADIENTS
+from impls.spec import BIAS_GRADIENTS
 
 Row = Mapping[str, Any]
 LAYER, TRUTH, JACOBIAN = "hf-eager", "truth", "jacobian"
@@ -87,6 +87,8 @@ def render_html(
         signs={name: figures.SIGNS[index % len(figures.SIGNS)] for index, name in enumerate(frameworks)},
         failures=failed,
         sections=SECTIONS,
+        biases=(biases := any(row["stage"] in BIAS_GRADIENTS for row in checks)),
+        entries=EQUATION if biases else NAMES,
         code=code,
         evidence=functools.partial(evidence, grouped(checks, "framework", "stage"), list(frameworks)),
         head_sizes=(sizes := [each for each in document["scaling"]["head_sizes"] if "unscaled" in each]),
@@ -169,13 +171,18 @@ class Section(NamedTuple):
 
     def names(self, way: str) -> list[str]:
         """The stages of this equation, or the gradients."""
-        own = self.shown.split() or [name for name in NAMES if EQUATION[name] == self.number]
-        return [name for name in own if (name in GRADIENTS) == (way == "backward")]
+        own = self.shown.split() or [name for name in EQUATION if EQUATION[name] == self.number]
+        return [name for name in own if direction(name) == way]
 
 
 LOOKUP = "scores masked_scores probs heads d_probs d_v_proj d_masked_scores d_scores d_q_rope d_k_rope"
 SECTIONS = (
-    Section("3.1", "Three roles, three projections", ("project",), ("project_backward", "weight_gradient")),
+    Section(
+        "3.1",
+        "Three roles, three projections",
+        ("project",),
+        ("project_backward", "weight_gradient", "bias_gradient"),
+    ),
     Section(
         "RMSNorm", "Every head at one size", ("rms_norm", "inverse_rms"), ("rms_norm_backward", "norm_weight_gradient")
     ),
@@ -300,7 +307,8 @@ def place(row: Row) -> str:
 def summary(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
     """For each gate and stage its worst row, with how many there are and how many of them held."""
     groups = grouped(rows, "gate", "stage")
-    for key in sorted(groups, key=lambda key: (key[0], NAMES.index(key[1]) if key[1] in NAMES else -1)):
+    order = {name: index for index, name in enumerate(EQUATION)}
+    for key in sorted(groups, key=lambda key: (key[0], order.get(key[1], -1))):
         row, held = worst(groups[key]), sum(each["match"] for each in groups[key])
         yield {**row, "count": len(groups[key]), "held": held, "place": place(row)}
 
@@ -405,7 +413,7 @@ def bits(document: Mapping[str, Any]) -> dict[str, Any] | None:
             continue
         stages = series.setdefault((order[row["framework"]], row["dtype"]), {})
         stages[row["stage"]] = min(value, stages.get(row["stage"], value))
-    shown = [name for name in NAMES if any(name in stages for stages in series.values())]
+    shown = [name for name in EQUATION if any(name in stages for stages in series.values())]
     if not shown:
         return None
     return {"svg": figures.bits(shown, series, due), "dtypes": list({dtype: 0 for _, dtype in series})}
