@@ -254,7 +254,7 @@ def test_numpy_in_bfloat16_is_left_out_and_no_failure() -> None:
         (["--impl", "numpi"], "numpi"),
         (["--dtype", "float64"], "float64"),
         (["--device", "gpu", "--impl", "jax"], "sees no GPU on this machine; use --device cpu\n"),
-        (["--out", "LICENSE"], "--out LICENSE: cannot be written to"),
+        (["--out", str(ROOT / "LICENSE")], "LICENSE: cannot be written to"),
     ],
 )
 def test_bad_arguments_are_one_line(

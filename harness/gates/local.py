@@ -471,7 +471,8 @@ def attended(q: Array, k: Array, v: Array, seen: Array, rounding: Rounding) -> L
     p = np.exp(s - m)
     total = np.maximum(p.sum(axis=-1, keepdims=True), 1)
     p /= total
-    s, m = np.where(seen, s, m), np.where(seen.any(axis=-1, keepdims=True), m, 0)
+    m = np.where(seen.any(axis=-1, keepdims=True), m, 0)
+    s = np.where(seen, s, m)
     s_error = (H + 3) * u * (np.abs(q) @ np.abs(k).swapaxes(-1, -2)) / math.sqrt(H)
     theta = seen * (s_error + u * (3 * (m - s) + np.abs(s) + np.abs(m) + 8))
     i = np.sum(seen, axis=-1, keepdims=True)
