@@ -1059,8 +1059,8 @@ def test_an_export_that_fails_at_its_last_file_leaves_the_old_ones(
     monkeypatch.setattr(case, "write_tensors", write)
     assert export.main(M) == 2 and len(written) == 3
     assert state(given) == before
-    monkeypatch.undo()
-    os.chdir(given)
+    monkeypatch.undo()  # also of the folder
+    monkeypatch.chdir(given)
     assert export.main(M) == 0 and set(state(given)) == set(before) and state(given) != before
 
 
