@@ -196,8 +196,9 @@ def test_what_dies_is_said_and_the_rest_goes_on(small: tuple[Path, str]) -> None
     found = [(each["implementation"], each["seq_len"], each["direction"], each["failed"]) for each in left]
     assert found == [("numpy-tiled", 5, direction, True) for direction in DIRECTIONS]
     assert "SIGABRT" in left[0]["reason"]
-    what = "Left out  numpy-tiled, float32, forward and forward+backward, T = 5: its process was killed"
-    assert what in " ".join(small[1].split())
+    what = "Left out numpy-tiled, float32, forward and forward+backward, T = 5: its process was killed"
+    said = " ".join(small[1].split())
+    assert what in said
 
 
 def test_the_tables_and_the_picture_are_of_the_result(small: tuple[Path, str]) -> None:
