@@ -9,6 +9,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
@@ -83,8 +84,9 @@ def small(weights: dict[str, Array], seed: int) -> dict[str, Array]:
     return {name: value * np.float32(1e-3) if value.ndim == 2 else value for name, value in weights.items()}
 
 
-REGIMES = {
+REGIMES = {  # "biases": seeded, in a layer that has biases
     "seeded": lambda weights, seed: weights,
+    "biases": lambda weights, seed: weights,
     "initialised": initialised,
     "peaked": peaked,
     "outliers": outliers,
@@ -100,13 +102,17 @@ class Stratum(NamedTuple):
     regime: str
     short: str
 
+    @property
+    def config(self) -> AttentionConfig:
+        return replace(self.shape.config, attention_bias=self.regime == "biases")
+
 
 def strata() -> list[Stratum]:
     """200 of reduced width, every shape with every regime, and 20 at the full geometry."""
     shapes = [*(REDUCED[i % 10] for i in range(200)), *(FULL[i % 5] for i in range(20))]
     regimes = list(REGIMES)
     return [
-        Stratum(i, shape, regimes[i // 10 % 5], ("bfloat16", "float16")[i // 50 % 2]) for i, shape in enumerate(shapes)
+        Stratum(i, shape, regimes[i // 10 % 6], ("bfloat16", "float16")[i // 60 % 2]) for i, shape in enumerate(shapes)
     ]
 
 
@@ -138,7 +144,7 @@ def used(finding: Finding) -> float:
 def shares(stratum: Stratum) -> Iterator[Share]:
     """Every share of one stratum: both inputs, both RoPE modes, all implementations, gates S, L and T."""
     seed, shape, regime, short = stratum
-    config = shape.config
+    config = stratum.config
     weights = REGIMES[regime](seeded_weights(config, seed), seed)
     runs = {name: load(name).run for name in ("hf-eager", *FRAMEWORKS)}
     for kind, arrays in make_inputs(config, THETA, shape.B, shape.T, seed).items():

@@ -179,16 +179,16 @@ def sample(
         tally.add(seen)
 
     recomputed = _Tally(clean, noise, 8)
+    stages = {name: value for name, value in clean.items() if not name.endswith(PARAMETER)}
     for count in _chunks(8 * fused, size):
-        seen = {name: np.broadcast_to(value, (count, *value.shape)) for name, value in clean.items()}
+        seen = {name: np.broadcast_to(value, (count, *value.shape)) for name, value in stages.items()}
         noisy = {name: _tile(value, count) if isinstance(value, np.ndarray) else value for name, value in cache.items()}
         noisy["a"] = noise.add("recomputed probs", noisy["a"], count, rng)
         with contextlib.suppress(_Enough):
             backward(_tile(d_output, count), noisy, _recomputing(noise, count, rng, seen))
         recomputed.add(seen)
     spreads, more = tally.spreads(), recomputed.spreads(local=False) if fused else {}
-    kept = {name: value for name, value in clean.items() if not name.endswith(PARAMETER)}
-    return Tolerance(spreads, more, kept, rounding, samples, seed, noise.given)
+    return Tolerance(spreads, more, stages, rounding, samples, seed, noise.given)
 
 
 def _injecting(noise: "Noise", count: int, rng: np.random.Generator, clean: Trace, seen: dict[str, Array]) -> Observe:
