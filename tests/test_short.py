@@ -140,6 +140,15 @@ def test_what_is_beyond_float16_is_known_with_what_follows_from_it():
     assert not local.beyond(truth, "bfloat16")
 
 
+@pytest.mark.parametrize(("name", "lost"), [("scores", "scores"), ("d_k_norm", "d_k_norm.weight")])
+def test_what_is_too_large_on_the_way_only_is_beyond_float16(name, lost):
+    """q·k before it is scaled, a norm weight's gradient with one large term: seen as an infinity in PyTorch."""
+    truth = load("hf-eager").run(*make_case(CONFIGS[0], 1, 3))
+    truth[name] = truth[name] * (30_000 / np.abs(truth[name]).max())
+    large = local.beyond(truth, "float16")
+    assert lost in large and (name == lost or name not in large)
+
+
 # ---------------------------------------------------------------------------------------------------------- the command
 
 
