@@ -122,7 +122,8 @@ def beyond(truth: Trace, dtype: str, seen: Array | None = None) -> list[str]:
     large: list[str] = []
     for name in EQUATIONS:
         if name in truth and (
-            not set(large).isdisjoint(NEEDS[name]) or _largest(name, truth, seen) > 0.9 * np.finfo(np.float16).max
+            not set(large).isdisjoint(NEEDS[name])
+            or _largest(name, truth, seen) > 0.9 * float(np.finfo(np.float16).max)
         ):
             large.append(name)
     return large
