@@ -7,6 +7,7 @@ import difflib
 import itertools
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -174,6 +175,19 @@ def read_header(text: bytes | bytearray, size: int) -> Header:
     if end < size:
         raise ValueError(f"it goes on for {size - end:,} byte{'s' * (size > end + 1)} after its last tensor")
     return Header(tensors, metadata, size)
+
+
+def mapped(path: str | Path) -> dict[str, np.ndarray]:
+    """The tensors of a file that we wrote, mapped: only what is looked at is read. Raises OSError, ValueError."""
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        header = read_header(file.read(header_length(file.read(8), size)), size)
+    return {
+        name: np.memmap(path, each.dtype, "r", each.start, each.shape).view(np.ndarray)
+        for name, each in header.tensors.items()
+        if each.dtype is not None
+    }
 
 
 def read_entry(name: str, entry: Any, begin: int) -> Tensor:

@@ -8,8 +8,10 @@ L and T look at every stage; everywhere else, at the output.
 A sampled token is decoded, as with a cache, against all keys up to it: its row of scores is all that it takes.
 """
 
+import ctypes
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,9 +19,10 @@ from typing import Any
 import numpy as np
 
 from harness.case import BadInput, Case
+from harness.files import mapped
 from harness.gates import ROUNDING, Array, Finding, Trace, errors, local, probes, structure, tolerance
-from harness.judging import EXACT, LAYER, OWN, TRUTH, Comparison, Judged, Judging, NotChecked
-from harness.runners import PROBES, REFERENCES, Setting
+from harness.judging import EXACT, LAYER, OWN, TRUTH, Comparison, Judged, Judging, Key, NotChecked
+from harness.runners import PROBES, REFERENCES, Setting, fetch
 from impls import numpy_attention as page
 from impls.spec import AttentionConfig, Observe
 
@@ -82,6 +85,7 @@ def shortened(case: Case) -> Case:
 def runner(name: str, device: str, at: Sequence[int]) -> Callable[..., dict[str, Array]]:
     """A `run` of the forward alone that keeps `WHOLE` of every token, and "rows.<stage>" of those at positions `at`."""
     chosen = np.asarray(at)
+    give_memory_back()
 
     def picked(name: str, value: Any) -> dict[str, Any]:
         kept = {f"rows.{name}": value[:, chosen]} if name in FORWARD else {}
@@ -93,6 +97,14 @@ def runner(name: str, device: str, at: Sequence[int]) -> Callable[..., dict[str,
         )
 
     return run
+
+
+def give_memory_back() -> None:
+    """Have glibc return what is freed, which `runners.environment` has it keep: short runs are faster so."""
+    with suppress(AttributeError, OSError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: what is larger is mapped by itself
+        libc.mallopt(-1, 2**27)  # M_TRIM_THRESHOLD
 
 
 Pick = Callable[[str, Any], dict[str, Any]]
@@ -158,11 +170,14 @@ def _hugging_face(weights: Trace, inputs: Trace, config: AttentionConfig, device
     trace: dict[str, Array] = {}
     for own, group in groups(weights, config):
         for name, value in reference.forward(own, inputs, group, pick, device).items():
-            if name.endswith("output"):
-                trace[name] = trace.get(name, 0) + value
+            if name in ("k_rope", "v_proj"):  # the truth is asked for its outputs
+                continue
+            if name not in trace:
+                trace[name] = value
+            elif name.endswith("output"):
+                trace[name] += value
             else:
-                trace[name] = np.concatenate([trace[name], value], axis=2) if name in trace else value
-    del trace["k_rope"], trace["v_proj"]
+                trace[name] = np.concatenate([trace[name], value], axis=2)
     prefix = {name: value[:, :PREFIX] for name, value in inputs.items()}
     trace["prefix"] = reference.run(weights, prefix, np.zeros_like(prefix["hidden_states"]), config)["output"]
     return trace
@@ -207,6 +222,13 @@ class RowJudging(Judging):
         if name == LAYER and setting.dtype == "float32":
             super().land("hf-sdpa", setting, files)
 
+    def _fetch(self, key: Key) -> Trace:
+        """Mapped, and anew for each comparison, so that none holds what another has read."""
+        return fetch(self.files[key], mapped)
+
+    def _release(self, key: Key) -> None:
+        pass
+
     def finish(self) -> list[Judged]:
         """What could be compared, and that the rest was not."""
         rest = f"all gradients, and stages away from the {len(self.at)} positions that were looked at"
@@ -218,8 +240,10 @@ class RowJudging(Judging):
         return [*super().finish(), *skipped]
 
     def _sample(self, setting: Setting) -> tolerance.Tolerance:
-        weights, inputs, _ = self.case.arrays(setting.input, setting.rope, "float64")
-        return sampled(weights, inputs, self.case.config, self.at)
+        weights = {name: value.astype(np.float64) for name, value in self.case.weights.items()}
+        _, inputs, _ = self.case.arrays(setting.input, setting.rope, "float32")
+        tables = {name: inputs[name].astype(np.float64) for name in ("cos", "sin")}
+        return sampled(weights, inputs | tables, self.case.config, self.at)
 
     def _blind_to(self) -> list[dict[str, str]]:
         return []
@@ -255,9 +279,7 @@ class RowJudging(Judging):
         of_groups: list[list[Finding]] = []
         for k in range(config.num_key_value_heads):
             q, heads = (own[name][:, :, k * G : (k + 1) * G].astype(np.float64) for name in ("q_rope", "heads"))
-            keys, values = (
-                trace[name][:, None, :, k].astype(np.float64).repeat(G, axis=1) for name in ("k_rope", "v_proj")
-            )
+            keys, values = (trace[name][:, None, :, k].astype(np.float64) for name in ("k_rope", "v_proj"))
             due = local.attended(q.swapaxes(1, 2), keys, values, seen, rounding).rearranged(local.by_head)
             of_groups.append(local.measured("heads", heads, due, rounding))
         return findings + [max(each, key=lambda finding: finding.excess) for each in zip(*of_groups, strict=True)]
@@ -295,12 +317,22 @@ class RowJudging(Judging):
         B, T, _ = trace["output"].shape
         place = np.log1p(np.arange(T))
         due = np.exp([np.interp(place, place[self.at], np.log(each)) for each in sigma])
-        pairs = zip(trace["output"], other["output"], strict=True)
-        share = np.sqrt([np.mean(np.subtract(own, his, dtype=np.float64) ** 2, axis=-1) for own, his in pairs]) / due
+        share = np.sqrt(mean_squares(trace["output"], other["output"])) / due
         limit = tolerance.Spread(np.zeros(B * T), 1.0, 0.0, noise.samples).lam * (2 if rounded else 1)
         where = np.unravel_index(int(np.argmax(share)), share.shape)
         worst = float(share[where])
         return [*findings, Finding("output", "max/sigma of a position", worst, limit, tuple(map(int, where)))]
+
+
+def mean_squares(value: Array, other: Array) -> Array:
+    """Of each token's difference between two outputs [B,T,D]: [B,T], in float64."""
+    pairs = ((value[:, block], other[:, block]) for block in blocks(value.shape[1]))
+    return np.concatenate([np.mean(np.subtract(*pair, dtype=np.float64) ** 2, axis=-1) for pair in pairs], axis=1)
+
+
+def blocks(tokens: int) -> Iterator[slice]:
+    """All of them in pieces whose float64 copies are small."""
+    return (slice(start, start + 1024) for start in range(0, tokens, 1024))
 
 
 def sampled(
@@ -308,29 +340,39 @@ def sampled(
 ) -> tolerance.Tolerance:
     """Gate T's σ of heads and output at the positions `at`, from 8 samples of one group of heads after the other.
 
-    Args: a case's arrays in float64. Each position is decoded by the explicit equations against all keys up to it;
-    queries, keys and values have the noise of their own rounding. `clean` has the heads and output without any.
+    Args: a case's weights and tables in float64; its hidden states in any dtype. Each position is decoded by the
+    explicit equations against all keys up to it; queries, keys and values have the noise of their own rounding. `clean`
+    has the heads and output without any.
     """
     rng, rounding, w_o = np.random.default_rng(seed), ROUNDING["float32"], weights["o_proj.weight"]
-    heads: list[Array] = []
-    noisy: list[Array] = []
-    for own, group in groups(weights, config):
-        clean: dict[str, Array] = {}
-        heads.append(decoded(own, inputs, group, at, clean.setdefault))
-        noise = tolerance.Noise(clean, own, inputs, None, group, rounding, at)
-        noisy.append(np.stack([decoded(own, inputs, group, at, partial(drawn, noise, rng)) for _ in range(SAMPLES)]))
-    own_heads, deviations = np.concatenate(heads, axis=2), np.concatenate(noisy, axis=3)
-    deviations -= own_heads
-    B, R = own_heads.shape[:2]
-    flat = own_heads.reshape(B, R, -1)
+    parts = [_of_group(own, inputs, group, at, rng) for own, group in groups(weights, config)]
+    heads = np.concatenate([clean for clean, _ in parts], axis=2)
+    deviations = np.concatenate([noisy for _, noisy in parts], axis=3) - heads
+    B, R = heads.shape[:2]
+    flat = heads.reshape(B, R, -1)
     output = flat @ w_o.T + weights.get("o_proj.bias", 0)
-    variance = noise.product(output, flat**2 @ w_o.T**2, w_o.shape[1])
+    variance = tolerance.product(rounding, output, flat**2 @ w_o.T**2, w_o.shape[1])
     rounded = np.sqrt(variance) * rng.standard_normal((SAMPLES, *output.shape))
     spreads = {
         "heads": tolerance.spread("heads", deviations),
         "output": tolerance.spread("output", deviations.reshape(SAMPLES, B, R, -1) @ w_o.T + rounded),
     }
-    return tolerance.Tolerance(spreads, {}, {"heads": own_heads, "output": output}, rounding, SAMPLES, seed)
+    return tolerance.Tolerance(spreads, {}, {"heads": heads, "output": output}, rounding, SAMPLES, seed)
+
+
+def _of_group(
+    weights: Mapping[str, Array],
+    inputs: Mapping[str, Array],
+    config: AttentionConfig,
+    at: Array,
+    rng: np.random.Generator,
+) -> tuple[Array, Array]:
+    """The heads [B,R,G,H] of one group at the sampled positions, and [8,B,R,G,H] with the noise of rounding."""
+    own, clean = projected(weights, inputs, config, at), dict[str, Array]()
+    heads = decoded(own, weights, inputs, config, at, clean.setdefault)
+    noise = tolerance.Noise(clean, weights, inputs, None, config, ROUNDING["float32"], at)
+    observe = partial(drawn, noise, rng)
+    return heads, np.stack([decoded(own, weights, inputs, config, at, observe) for _ in range(SAMPLES)])
 
 
 def drawn(noise: tolerance.Noise, rng: np.random.Generator, name: str, value: Array) -> Array:
@@ -338,24 +380,40 @@ def drawn(noise: tolerance.Noise, rng: np.random.Generator, name: str, value: Ar
     return noise.add(name, value, 1, rng)
 
 
-def decoded(
-    weights: Mapping[str, Array], inputs: Mapping[str, Array], config: AttentionConfig, at: Array, observe: Observe
-) -> Array:
-    """The heads [B,R,N,H] of the tokens at R positions, by the page's equations, each from all keys up to it."""
-    x, cos, sin = inputs["hidden_states"], inputs["cos"], inputs["sin"]
-    eps, G = config.rms_norm_eps, config.num_key_value_groups
+def projected(
+    weights: Mapping[str, Array], inputs: Mapping[str, Array], config: AttentionConfig, at: Array
+) -> dict[str, Array]:
+    """3.1 in float64: q_proj [B,R,N,H] of the tokens at R positions; k_proj and v_proj [B,T,K,H] of all."""
+    x = inputs["hidden_states"]
 
     def project(x: Array, name: str, heads: int) -> Array:
-        value = page.project(x, weights[f"{name}.weight"], heads, weights.get(f"{name}.bias", 0))
-        return np.asarray(observe(name, value))
+        w, b = weights[f"{name}.weight"], weights.get(f"{name}.bias", 0)
+        pieces = (x[:, block].astype(np.float64) for block in blocks(x.shape[1]))
+        return np.concatenate([page.project(piece, w, heads, b) for piece in pieces], axis=1)
 
-    k = project(x, "k_proj", config.num_key_value_heads)
-    v = project(x, "v_proj", config.num_key_value_heads)
+    asked, shared = config.num_attention_heads, config.num_key_value_heads
+    return {
+        "k_proj": project(x, "k_proj", shared),
+        "v_proj": project(x, "v_proj", shared),
+        "q_proj": project(x[:, at], "q_proj", asked),
+    }
+
+
+def decoded(
+    projections: Mapping[str, Array],
+    weights: Mapping[str, Array],
+    inputs: Mapping[str, Array],
+    config: AttentionConfig,
+    at: Array,
+    observe: Observe,
+) -> Array:
+    """The heads [B,R,N,H] of the tokens at R positions, by the page's equations, each from all keys up to it."""
+    cos, sin, eps, G = inputs["cos"], inputs["sin"], config.rms_norm_eps, config.num_key_value_groups
+    k, v, q = (observe(name, value) for name, value in projections.items())
     k = observe("k_norm", page.rms_norm(k, weights["k_norm.weight"], eps))
     k = observe("k_rope", page.rope(k, cos, sin))
-    q = project(x[:, at], "q_proj", config.num_attention_heads)
     q = observe("q_norm", page.rms_norm(q, weights["q_norm.weight"], eps))
     q = observe("q_rope", page.rope(q, cos[:, at], sin[:, at]))
     s = observe("scores", page.scores(q, page.share(k, G)))
-    a = observe("probs", page.softmax(np.where(np.arange(x.shape[1]) <= at[:, None], s, -np.inf)))
+    a = observe("probs", page.softmax(np.where(np.arange(k.shape[1]) <= at[:, None], s, -np.inf)))
     return observe("heads", page.mix(a, page.share(v, G)))

@@ -318,9 +318,9 @@ def store(trace: Trace, path: Path, scratch: Path | None) -> dict[str, str]:
     return files
 
 
-def fetch(files: Mapping[str, str]) -> Trace:
+def fetch(files: Mapping[str, str], read: Callable[[str], Trace] = load_file) -> Trace:
     """The trace that `store` wrote; weight gradients in `scratch` are mapped and not read."""
-    trace: Trace = load_file(files[""])
+    trace = read(files[""])
     large = {name: np.load(file, mmap_mode="r") for name, file in files.items() if name}
     return trace | {name: value.view("bfloat16") if value.dtype.kind == "V" else value for name, value in large.items()}
 

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from harness import judging
@@ -83,3 +84,14 @@ def test_nothing_judged_is_no_match():
 )
 def test_place_of_an_element(name, index, head, position):
     assert judging.where(name, index, head_dim=16) == (head, position)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 100])
+def test_outputs_are_compared_piece_by_piece(tokens):
+    value, other = np.random.default_rng(0).standard_normal((2, 3, 11, 5)).astype(np.float32)
+    seen = np.tri(11, dtype=bool) & (np.arange(11) >= [[[[0]]], [[[2]]], [[[0]]]])
+    error = np.abs(value.astype(np.float64) - other)
+    error[1, :2] = 0  # queries that see nothing
+    assert judging.apart(value, other, seen, tokens) == pytest.approx((error.max(), error.mean()), rel=1e-14)
+    value[2, 10, 4] = math.nan
+    assert np.isnan(judging.apart(value, other, seen, tokens)).all()

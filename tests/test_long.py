@@ -1,6 +1,7 @@
 """Sequences too long for a score matrix: judged by rows, with the same verdict."""
 
 import json
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -8,11 +9,12 @@ import pytest
 
 from harness import compare, long
 from harness.case import BadInput, seeded_case
+from harness.files import mapped
 from harness.gates import tolerance
 from harness.judging import LAYER, OWN, TRUTH
 from harness.runners import Setting, load, store
 from impls import numpy_attention
-from impls.spec import AttentionConfig
+from impls.spec import AttentionConfig, weight_shapes
 
 CONFIG = AttentionConfig(40, 6, 3, 16, 1e-6)
 T = 300
@@ -75,6 +77,29 @@ def test_the_truth_is_the_explicit_layer_at_every_position(case, traces):
     np.testing.assert_allclose(truth["output"], whole["output"], rtol=0, atol=1e-13)
     np.testing.assert_allclose(truth["rows.q_rope"], whole["q_rope"][:, long.rows(T)], rtol=0, atol=1e-13)
     assert truth["prefix"].shape == (1, long.PREFIX, 40)
+
+
+def test_traces_are_mapped_and_not_read(case, traces, tmp_path):
+    trace = traces["jax-tiled", SETTING]
+    read = mapped(store(trace, tmp_path / "trace.safetensors", None)[""])
+    assert read.keys() == trace.keys()
+    for name, value in read.items():
+        assert isinstance(value.base, np.memmap) and not value.flags.writeable
+        np.testing.assert_array_equal(value, trace[name])
+
+
+def test_little_is_held_while_rows_are_sampled():
+    """Beside what it is given: less than one float64 copy of the hidden states."""
+    T, config = 8192, AttentionConfig(512, 2, 2, 2, 1e-6)
+    rng = np.random.default_rng(0)
+    weights = {name: rng.standard_normal(shape) for name, shape in weight_shapes(config).items()}
+    tables = dict.fromkeys(("cos", "sin"), np.ones((1, T, 2)))
+    inputs = {"hidden_states": rng.standard_normal((1, T, 512), np.float32), **tables}
+    tracemalloc.start()
+    long.sampled(weights, inputs, config, long.rows(T)[:4])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < T * 512 * 8
 
 
 def test_sigma_is_the_whole_noise_models(case):

@@ -19,8 +19,8 @@ sees, j = G (T − column) terms that reach a key, δ = Σ p dp, r = 1/rms(x), x
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,6 +32,10 @@ MARGIN = {"bits": 1.0, "bits of a head": 2.0, "bits of a position": 2.0}
 stage (the gradient of a norm's weight, in float32); artifacts/evidence/campaign.txt has them all."""
 TINY = 2.0**-126
 """float32's smallest normal number: below it, rounding is absolute."""
+
+
+LARGEST_TILE = 2**19
+"""Scores of a head that are held at once, 4 MiB of each of some ten arrays."""
 
 
 class Local(NamedTuple):
@@ -474,8 +478,23 @@ def attended(q: Array, k: Array, v: Array, seen: Array, rounding: Rounding) -> L
     """3.5 to 3.11 in one, of a fused kernel that shows nothing between: what its scores and exponentials err by reaches
     the heads as p |v| of it, and its sums are corrected from tile to tile, two roundings each.
 
-    Args: [B,N,T,H], [B,N,S,H] twice, [B or 1,1,T,S].
+    Args: [B,N,T,H], [B,N or 1,S,H] twice, [B or 1,1,T,S]; so many queries at a time that few scores are held.
     """
+    size = max(1, LARGEST_TILE // k.shape[-2])
+    pieces = [slice(start, start + size) for start in range(0, q.shape[2], size)]
+    return joined([_attended(q[:, :, each], k, v, seen[:, :, each], rounding) for each in pieces], axis=2)
+
+
+def joined(pieces: Sequence[Local], axis: int) -> Local:
+    """One stage of several parts of it."""
+
+    def whole(parts: tuple[Any, ...]) -> Any:
+        return np.concatenate(parts, axis=axis) if isinstance(parts[0], np.ndarray) else parts[0]
+
+    return Local._make(map(whole, zip(*pieces, strict=True)))
+
+
+def _attended(q: Array, k: Array, v: Array, seen: Array, rounding: Rounding) -> Local:
     u, H = rounding.unit, q.shape[-1]
     s = np.where(seen, q @ k.swapaxes(-1, -2) / math.sqrt(H), -np.inf)
     m = np.maximum(s.max(axis=-1, keepdims=True), np.finfo(np.float64).min)

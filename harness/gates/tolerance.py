@@ -416,13 +416,13 @@ class Noise:
         return rng.standard_normal(shape, dtype=np.float32)
 
     def product(self, y: Array, Q: Array, n: Array | float) -> Array:
-        """P(y, Q; n), the variance of a product y of inner length n."""
-        return self.h * ((n / 3 + 1) * y**2 + (n / 6 + 1) * Q)
+        """P(y, Q; n), see `product`."""
+        return product(self.rounding, y, Q, n)
 
     def _affine(self, name: str, x: Array, n: int) -> Array:
         """Of a projection x W^T + b: a product of one term more, where there is a bias."""
         weight = "o_proj" if name == "output" else name
-        Q = x**2 @ self.w[f"{weight}.weight"].T ** 2
+        Q = _squares(x, self.w[f"{weight}.weight"])
         if self.biases:
             Q, n = Q + self.w[f"{weight}.bias"] ** 2, n + 1
         return self.product(self.t[name], Q.reshape(self.t[name].shape), n)
@@ -623,6 +623,17 @@ class Noise:
         B, N, S, H = x_BNSH.shape
         G = self.config.num_key_value_groups
         return _by_head(x_BNSH.reshape(B, N // G, G, S, H).sum(axis=2))
+
+
+def product(rounding: Rounding, y: Array, Q: Array, n: Array | float) -> Array:
+    """P(y, Q; n) = h [(n/3 + 1) y² + (n/6 + 1) Q], the variance of a product y of inner length n; Q = Σ a² b²."""
+    return rounding.unit**2 / 3 * ((n / 3 + 1) * y**2 + (n / 6 + 1) * Q)
+
+
+def _squares(x: Array, w: Array, tokens: int = 1024) -> Array:
+    """x² (w²)^T, [B, T, D] and [O, D] -> [B, T, O], in float64, so many tokens at a time."""
+    blocks = (x[:, start : start + tokens].astype(np.float64) for start in range(0, x.shape[1], tokens))
+    return np.concatenate([block**2 @ w.T**2 for block in blocks], axis=1)
 
 
 def _by_head(x: Array) -> Array:
