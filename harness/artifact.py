@@ -172,6 +172,7 @@ SCHEMA: dict[str, Any] = {
         mean_abs_diff=nullable(SIZE),
         frameworks=table(
             record(
+                optional=("exchanged",),
                 match=BOOL,
                 max_abs_diff=nullable(SIZE),
                 mean_abs_diff=nullable(SIZE),
@@ -190,6 +191,7 @@ SCHEMA: dict[str, Any] = {
                 ),
                 not_checked=array(TEXT),
                 seconds=nullable(SIZE),
+                exchanged=nullable(table(table(SIZE))),  # between devices: bytes for each token, by pass and collective
                 error=nullable(TEXT),  # why it could not run
             )
         ),

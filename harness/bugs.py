@@ -42,7 +42,9 @@ class Bug(NamedTuple):
         return direction(self.stages[0]) == "forward"
 
     def possible(self, config: AttentionConfig) -> bool:
-        """Whether a layer can have it: none without biases can lack one."""
+        """Whether a layer can have it: none without biases can lack one, one head cannot be spread."""
+        if self.kind == "devices":
+            return config.num_attention_heads > 1
         return self.kind != "biases" or config.attention_bias
 
 
@@ -277,6 +279,25 @@ def _port(framework: str, name: str, old: str, new: str) -> Bug:
     return bug._replace(old=old, new=new, frameworks=(framework,))
 
 
+def _spread(framework: str, name: str, says: str, stage: str, old: str, new: str) -> Bug:
+    """A bug of a layer that is spread over devices."""
+    return Bug(name, "devices", says, stage, old, new, (framework,))
+
+
+def _of_first(axis: str, what: str) -> str:
+    """Source that lets a gradient through on the first device of an axis alone."""
+    first = f'jax.lax.axis_index("{axis}") == 0'
+    return f"\n        {what} = jnp.where({first}, {what}, jax.lax.stop_gradient({what}))"
+
+
+_PSUM = 'jax.lax.psum(value, "heads")'
+_SUPER = "return super().__call__(x_BTD, cos_BTH, sin_BTH, mask_B1TS, summed)"
+_KEYS = 'jax.lax.all_gather(kr_BTKH, "sequence", axis=1, tiled=True)'
+_VALUES = 'jax.lax.all_gather(v_BTKH, "sequence", axis=1, tiled=True)'
+_X = 'jax.lax.pcast(x_BTD, "heads", to="varying")'
+_B_O = "b_D, self.o_bias = self.o_bias, None"
+_REDUCED = "value.redistribute(placements=[Replicate()])"
+
 BUGS += (
     # ------------------------------------------------------------------------------------------------------------- JAX
     _port("jax", "kernels_not_transposed", "weights[name].T for", "weights[name].reshape(weights[name].shape[::-1]) for"),
@@ -312,7 +333,25 @@ BUGS += (
     _port("torch", "jacobian_without_rank_one_term", "/ e_BNTS.sum(dim=-1, keepdim=True)", "/ e_BNTS.sum(dim=-1, keepdim=True).detach()"),
     _port("torch", "k_detached", "scores(qr_BTNH, share(kr_BSKH, G))", "scores(qr_BTNH, share(kr_BSKH.detach() + 0 * kr_BSKH, G))"),
     _port("torch", "inputs_stale", '(tensor(inputs[name], device) for name in ("hidden_states", "cos", "sin"))', 'run.__dict__.setdefault(d_output.dtype.name, [tensor(inputs[name], device) for name in ("hidden_states", "cos", "sin")])'),
-    _port("torch", "cotangent_of_ones", "torch.sum(y_BTD * tensor(d_output, device))", "torch.sum(y_BTD)"),
+    _port("torch", "cotangent_of_ones", "torch.sum(y_BTD * d_output)", "torch.sum(y_BTD)"),
+
+    # --------------------------------------------------------------------- a layer spread over devices (harness/mesh.py)
+    _spread("jax-mesh", "heads_on_wrong_device", "W_Q's heads each on its neighbour's device (eq. 3.1)", "q_proj", "put(weights[name], key)", 'put(np.roll(weights[name], (name == "q_proj.weight") * (len(weights[name]) // mesh.shape["heads"]), axis=0), key)'),
+    _spread("jax-mesh", "o_rows_on_wrong_device", "W_O's rows each on its neighbour's device (eq. 3.12)", "output", "put(weights[name], key)", 'put(np.roll(weights[name], (name == "o_proj.weight") * (weights[name].shape[-1] // mesh.shape["heads"]), axis=-1), key)'),
+    _spread("jax-mesh", "all_reduce_missing", "the output of the first device's heads alone, without the all-reduce (eq. 3.12)", "output", _PSUM, 'jax.lax.psum(jnp.where(jax.lax.axis_index("heads") == 0, value, 0), "heads")'),
+    _spread("jax-mesh", "all_reduce_twice", "the output added up over the devices twice (eq. 3.12)", "output", _PSUM, f'jax.lax.psum(jax.lax.pcast({_PSUM}, "heads", to="varying"), "heads")'),
+    _spread("jax-mesh", "all_reduce_averages", "the devices' parts of the output averaged instead of summed (eq. 3.12)", "output", _PSUM, 'jax.lax.pmean(value, "heads")'),
+    _spread("jax-mesh", "mask_without_offset", "the mask of the first tokens on every device (eq. 3.10)", "masked_scores", 'jax.lax.axis_index("sequence") * qr_BTNH.shape[1]', "jnp.int32(0)"),
+    _spread("jax-mesh", "rope_without_offset", "RoPE's tables of the first tokens on every device (RoPE)", "q_rope", _SUPER, f'cos_BTH, sin_BTH = (jax.lax.all_gather(t, "sequence", axis=1, tiled=True)[:, : x_BTD.shape[1]] for t in (cos_BTH, sin_BTH))\n        {_SUPER}'),
+    _spread("jax-mesh", "keys_gathered_one_device_off", "the keys of all devices gathered one device off (eq. 3.5)", "scores", _KEYS, f"jnp.roll({_KEYS}, kr_BTKH.shape[1], axis=1)"),
+    _spread("jax-mesh", "values_gathered_one_device_off", "the values of all devices gathered one device off (eq. 3.11)", "heads", _VALUES, f"jnp.roll({_VALUES}, v_BTKH.shape[1], axis=1)"),
+    _spread("jax-mesh", "weight_gradient_of_first_tokens", "W_Q's gradient of the first device's tokens alone, without the all-reduce (eq. 3.1, backward)", "d_q_proj.weight", _B_O, _B_O + _of_first("sequence", "self.q_proj[...]")),
+    _spread("jax-mesh", "norm_gradient_of_first_heads", "the gradient of K's norm of the first device's heads alone, without the all-reduce (RMSNorm, backward)", "d_k_norm.weight", _B_O, _B_O + _of_first("heads", "self.k_norm[...]")),
+    _spread("jax-mesh", "hidden_gradient_of_first_heads", "the hidden states' gradient of the first device's heads alone, without the all-reduce (eq. 3.1, backward)", "d_hidden_states", _X, f'jnp.where(jax.lax.axis_index("heads") == 0, {_X}, jax.lax.stop_gradient({_X}))'),
+    Bug("o_bias_on_every_device", "biases", "b_O added on every device, before the all-reduce (eq. 3.12)", "output", f"plus({_PSUM}, b_D)", 'jax.lax.psum(plus(value, b_D), "heads")', ("jax-mesh",)),
+    _spread("torch-mesh", "heads_on_wrong_device", "W_Q's heads each on its neighbour's device (eq. 3.1)", "q_proj", "distribute_tensor(value, mesh,", 'distribute_tensor(value.detach().roll((self.name == "q_proj") * (len(value) // mesh.size()), 0), mesh,'),
+    _spread("torch-mesh", "all_reduce_missing", "the output of the first device's heads alone, without the all-reduce (eq. 3.12)", "output", _REDUCED, "DTensor.from_local(value.to_local(), value.device_mesh, [Replicate()])"),
+    _spread("torch-mesh", "all_reduce_twice", "the output added up over the devices twice (eq. 3.12)", "output", _REDUCED, f"DTensor.from_local({_REDUCED}.to_local(), value.device_mesh, value.placements).redistribute(placements=[Replicate()])"),
 )
 # fmt: on
 
@@ -361,7 +400,7 @@ def plant(framework: str, name: str) -> None:
 
     Everything is made anew, so that nothing that JAX compiled before remains.
     """
-    module = importlib.import_module(f"impls.{framework}_attention")
+    module = importlib.import_module(f"impls.{path(framework).stem}")
     source, bug = _source(framework), find(framework, name)
     _only_place(source, bug)
     module.__dict__.update(HELPERS)
@@ -373,27 +412,29 @@ def variant(framework: str, bug: Bug | None = None) -> ModuleType:
 
     The source is compiled once, and for each bug only the definition that it edits.
     """
-    module = ModuleType(f"{framework}_attention with {bug.name if bug else 'no bug'}")
-    module.__dict__.update(HELPERS, __file__=str(_path(framework)))
+    module = ModuleType(f"{path(framework).stem} with {bug.name if bug else 'no bug'}")
+    module.__dict__.update(HELPERS, __file__=str(path(framework)))
     exec(compiled(framework), module.__dict__)
     if bug:
         exec(_edit(framework, bug), module.__dict__)
     return module
 
 
-def _path(framework: str) -> Path:
-    return Path(__file__).resolve().parent.parent / "impls" / f"{framework}_attention.py"
+def path(framework: str) -> Path:
+    """The source of an implementation: impls/numpy_attention.py of "numpy", impls/jax_mesh.py of "jax-mesh"."""
+    name = framework.replace("-", "_") if "-" in framework else f"{framework}_attention"
+    return Path(__file__).resolve().parent.parent / "impls" / f"{name}.py"
 
 
 @functools.cache
 def _source(framework: str) -> str:
-    return _path(framework).read_text(encoding="utf-8")
+    return path(framework).read_text(encoding="utf-8")
 
 
 @functools.cache
 def compiled(framework: str) -> CodeType:
     """An implementation's source, compiled."""
-    return compile(_source(framework), str(_path(framework)), "exec", flags=_LAZY, dont_inherit=True)
+    return compile(_source(framework), str(path(framework)), "exec", flags=_LAZY, dont_inherit=True)
 
 
 @functools.cache

@@ -24,7 +24,7 @@ from typing import Any
 
 from threadpoolctl import threadpool_limits
 
-from harness import artifact, bugs, environment, exchange, long
+from harness import artifact, bugs, environment, exchange, long, mesh
 from harness.case import BadInput, alive, open_tensors
 from harness.document import Layer, assemble, conclude
 from harness.export import Arguments, add_case_arguments, check_layers, command, open_cases, print_any_text
@@ -49,6 +49,8 @@ from impls.spec import STAGES
 
 NAMED = (*IMPLEMENTATIONS, *LIBRARIES, *TILED, *CACHED, "hf-sdpa")
 """What --impl can name, and each of IMPLEMENTATIONS with a planted bug."""
+PLANTED = (*IMPLEMENTATIONS, "jax-mesh", "torch-mesh")
+"""What bugs can be planted in: the latter two in jax@… and torch@…."""
 DTYPES = ("float64", "float32")
 ROPES = ("neutral", "model")
 DESCRIPTION = """\
@@ -78,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return print_list()
         if options.impl is None:
             options.impl = [] if options.candidate or options.trace else list(IMPLEMENTATIONS)
+        options.impl += [f"jax@{axes}" for axes in options.mesh] + [f"torch@heads={n}" for n in options.world_size]
         options.quiet |= options.json == "-"
         check_options(options)
         check_layers(options.layer or [])
@@ -148,6 +151,21 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--device", choices=["cpu", "gpu", "auto"], default="cpu", help="where JAX and PyTorch compute (default: cpu)"
     )
+    run.add_argument(
+        "--mesh",
+        action="append",
+        default=[],
+        metavar="AXES",
+        help="also JAX over a mesh of devices, as in heads=4,sequence=2 or batch=2 (a CPU poses as so many), perhaps "
+        "with processes=2; the same as --impl jax@heads=4,sequence=2 (repeatable)",
+    )
+    run.add_argument(
+        "--world-size",
+        action="append",
+        default=[],
+        metavar="N",
+        help="also PyTorch, tensor parallel in N processes; the same as --impl torch@heads=N (repeatable)",
+    )
     own = parser.add_argument_group("your own")
     own.add_argument(
         "--candidate",
@@ -174,7 +192,11 @@ def make_parser() -> argparse.ArgumentParser:
         help="judge the traces in this folder of an earlier run again; nothing is run, and nothing written but --json",
     )
     own.add_argument(
-        "--time-limit", type=float, default=120.0, metavar="S", help="seconds a candidate may take for one run (120)"
+        "--time-limit",
+        type=float,
+        default=120.0,
+        metavar="S",
+        help="seconds that a candidate, or jax@… and torch@…, may take for one run (120)",
     )
     own.add_argument(
         "--memory-limit", type=float, default=16.0, metavar="GiB", help="memory a candidate's process may hold (16)"
@@ -214,7 +236,7 @@ def print_list() -> int:
     print("stages           " + " ".join(stage.name for stage in STAGES))
     print("planted bugs     an implementation with one of them in it has …")
     for bug in bugs.BUGS:
-        for framework in bug.frameworks:
+        for framework in (each.replace("-mesh", "@…") for each in bug.frameworks):
             print(f"  {f'{framework}:{bug.name}':42} {bug.says}")
     return 0
 
@@ -223,8 +245,10 @@ def check_options(options: argparse.Namespace) -> None:
     """Raises BadInput for an implementation that there is not, and for limits that nothing could keep."""
     for name in options.impl:
         framework, _, bug = name.partition(":")
-        planted = framework in IMPLEMENTATIONS and bug in bugs.names(framework)
-        if not (planted if bug else name in NAMED):
+        if "@" in name:
+            framework = f"{mesh.parse(name).framework}-mesh"
+        planted = framework in PLANTED and bug in bugs.names(framework)
+        if not (planted if bug else "@" in name or name in NAMED):
             near = difflib.get_close_matches(name, [*NAMED, *(f"{framework}:{each}" for each in bugs.names(framework))])
             hint = f" Did you mean {near[0]}?" if near else ""
             raise BadInput(
@@ -278,7 +302,7 @@ def compare(
     `here` are implementations to run in this process; `directory` receives the case.
     """
     ropes = ROPES if options.rope == "both" else (options.rope,)
-    dtypes = (options.dtype,) if options.dtype else DTYPES
+    dtypes: tuple[str, ...] = (options.dtype,) if options.dtype else DTYPES
     processes = [*options.impl, *options.candidate]
     traces = exchange.answers(options.trace)
     make_folder(options.out)
@@ -295,7 +319,10 @@ def compare(
                 if long.is_long(case):
                     long.check(case, names, options.dtype, bool(options.candidate or traces or here))
                     names = list(dict.fromkeys(["hf-sdpa", *names]))
-                    case, dtypes, ropes = long.shortened(case), ("float32",), ropes[-1:]
+                    case, ropes = long.shortened(case), ropes[-1:]
+                    dtypes = (options.dtype,) if options.dtype else long.dtypes(case)
+                for name in filter(mesh.spread, names):
+                    mesh.check(name, case.config)
                 settings = [Setting(name, rope, dtype) for name in case.inputs for rope in ropes for dtype in dtypes]
                 case = case.rounded(dtypes[-1])
                 judging = long.RowJudging if long.is_long(case) else Judging

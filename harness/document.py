@@ -9,7 +9,7 @@ from harness import artifact, environment, judging, scaling
 from harness.case import Case
 from harness.gates import whole
 from harness.judging import LAYER, Judged, Judging
-from harness.runners import Setting
+from harness.runners import Setting, ours
 from harness.workers import Ran
 
 
@@ -77,8 +77,9 @@ def assemble(layers: Sequence[Layer], names: Sequence[str], ran: Ran, command: s
             first["explanation"] += f" Likely cause: {said}; that gives the same to rounding." if said else ""
         entry["match"] = entry["match"] and entry["error"] is None
         entry["seconds"] = ran.seconds.get(name)
+        entry["exchanged"] = ran.exchanged.get(name)
         entry["not_checked"] = judging.not_checked(name, runs, everything, whole(case.config))
-        if printed := ran.printed.get(name):
+        if (printed := ran.printed.get(name)) and not ours(name):  # Gloo greets
             entry["not_checked"].append(f"what it prints to standard output ({printed[1]} lines: {printed[0]!r} …)")
         blank = [str(each.case.layer) for each in layers if "text" in case.made and "text" not in each.case.made]
         if blank:

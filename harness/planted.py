@@ -43,11 +43,20 @@ from impls import numpy_attention
 from impls.spec import AttentionConfig, Observe
 
 
+def devices(config: AttentionConfig) -> dict[str, int]:
+    """The mesh on which bugs of a layer spread over devices are planted: two or more for its heads, two for tokens."""
+    heads = config.num_key_value_heads if config.num_key_value_heads > 1 else config.num_attention_heads
+    return {"heads": next((n for n in range(2, heads + 1) if heads % n == 0), 1), "sequence": 2}
+
+
 def run(
     module: ModuleType, weights: Trace, inputs: Trace, d_output: Array, config: AttentionConfig
 ) -> dict[str, Array]:
     """A variant's whole trace."""
     with np.errstate(all="ignore"):  # what a bug divides by zero is the gates' concern
+        if hasattr(module, "make_mesh"):
+            mesh = module.make_mesh(module.jax.devices(), **devices(config))
+            return module.run(weights, inputs, d_output, config, mesh)
         if hasattr(module, "run"):
             return module.run(weights, inputs, d_output, config)
         trace: dict[str, Array] = {}
@@ -495,6 +504,7 @@ def plant_all(options: argparse.Namespace, command: str) -> dict[str, Any]:
         raise BadInput("--layer: one layer at a time")
     bugs = choose(options.bug, case.config)
     os.environ.update(environment(Path(__file__).resolve().parent.parent, "cpu"))  # before JAX is imported
+    os.environ["JAX_NUM_CPU_DEVICES"] = str(math.prod(devices(case.config).values()))
     with threadpool_limits(1):
         found = matrix(case, bugs)
     document = {
@@ -519,9 +529,9 @@ def plant_all(options: argparse.Namespace, command: str) -> dict[str, Any]:
 def choose(asked: Sequence[str] | None, config: AttentionConfig = QWEN3_0_6B) -> list[tuple[str, Bug]]:
     """The bugs asked for, by default all that a layer can have, each in every framework that it can be planted in.
 
-    Raises BadInput for one there is not.
+    Not those of PyTorch on several devices, which takes a process for each. Raises BadInput for one there is not.
     """
-    planted = {(framework, bug.name): bug for bug in BUGS for framework in bug.frameworks}
+    planted = {(framework, bug.name): bug for bug in BUGS for framework in bug.frameworks if framework != "torch-mesh"}
     known = {name for framework, bug in planted for name in (bug, f"{framework}:{bug}")}
     for name in asked or []:
         if name not in known:

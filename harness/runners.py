@@ -50,6 +50,8 @@ TILED = ("numpy-tiled", "jax-tiled")
 """The same with 3.5 to 3.11 computed tile by tile, in memory linear in T."""
 CACHED = ("numpy-cache", "jax-cache", "torch-cache", "hf-cache")
 """The layer's forward with a key/value cache: half of the tokens together, then one by one."""
+SPREAD = ("jax", "torch")
+"""Those that can be spread over devices, as in "jax@heads=4,sequence=2" (harness/mesh.py)."""
 REFERENCES = ("hf-eager", "hf-sdpa", "hf-cache")
 """Hugging Face's own layer: eager, the truth in float64; with PyTorch's fused attention; eager, with its own cache."""
 FUSED = (*LIBRARIES, *TILED, "hf-sdpa")
@@ -61,7 +63,8 @@ _BEYOND_DECODING = {"scores", *GRADIENTS, *BIAS_GRADIENTS}
 
 def ours(name: str) -> bool:
     """Whether this project runs it, perhaps with a bug planted ("numpy:eps_1e-5"); else it is somebody's own."""
-    return name.partition(":")[0] in (*IMPLEMENTATIONS, *LIBRARIES, *TILED, *CACHED, *REFERENCES)
+    known = (*IMPLEMENTATIONS, *LIBRARIES, *TILED, *CACHED, *REFERENCES)
+    return name.partition(":")[0] in known or name.partition("@")[0] in SPREAD
 
 
 def shown(name: str, entries: Sequence[str] = NAMES) -> list[str]:
@@ -140,6 +143,7 @@ class Loaded(NamedTuple):
     matmul: Callable[[Array, Array], Array] | None
     device: str = "cpu"
     accelerator: str | None = None
+    exchanged: Callable[..., dict[str, dict[str, float]]] | None = None  # between devices (harness/mesh.py)
 
 
 def load(name: str, device: str = "cpu") -> Loaded:
@@ -151,6 +155,8 @@ def load(name: str, device: str = "cpu") -> Loaded:
         from harness import candidates
 
         return Loaded(candidates.load(name), None)
+    if "@" in name:
+        return _load_spread(name, device)
     framework, _, bug = name.partition(":")
     if bug:
         from harness import bugs
@@ -298,6 +304,14 @@ def _load_torch(name: str, device: str) -> Loaded:
     return Loaded(run, matmul, device, torch.cuda.get_device_name(0) if device == "gpu" else None)
 
 
+def _load_spread(name: str, device: str) -> Loaded:
+    """A JAX or PyTorch implementation that is spread over several devices, joined with its other processes."""
+    from harness import mesh
+
+    group, whole = mesh.load(name, device), load(name.partition("@")[0], device)
+    return whole._replace(run=group.run, exchanged=group.exchanged, accelerator=group.accelerator)
+
+
 def _device(framework: str, asked: str, has_gpu: bool) -> str:
     if asked == "gpu" and not has_gpu:
         raise Unusable(f"--device gpu: {framework} sees no GPU on this machine; use --device cpu or auto")
@@ -332,8 +346,9 @@ class Worker:
     """A process that runs one or several implementations; its events arrive in a queue as (worker, event).
 
     Events, by their key "event": ready (device, accelerator, seconds), running (name, setting), trace (name, setting,
-    files), written (name, entries: what it was given and changed), refused (name, setting, error: no float64), done
-    (seconds, matmul_bits, printed), unusable (message), failed (error, perhaps a name), exit (error: why it ended).
+    files), written (name, entries: what it was given and changed), refused (name, setting, error: no float64),
+    exchanged (name, sent: `mesh.Exchanged`), done (seconds, matmul_bits, printed), unusable (message), failed (error,
+    perhaps a name), exit (error: why it ended).
     """
 
     def __init__(
@@ -395,11 +410,16 @@ class Worker:
                 self.events.put((self, dict(json.loads(line))))
             except (TypeError, ValueError):  # not from us: it wrote to a descriptor that is not its own
                 self.kill()
-        code = self.process.wait()
-        self.log.seek(0)
-        last = (self.log.read().decode(errors="replace").strip().splitlines() or [""])[-1]
-        how = f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with status {code}"
-        self.events.put((self, {"event": "exit", "error": f"its process {how}{': ' * bool(last)}{last}"}))
+        how = ended(self.process.wait(), self.log)
+        self.events.put((self, {"event": "exit", "error": f"its process {how}"}))
+
+
+def ended(code: int, log: BinaryIO) -> str:
+    """How a process ended, in words, with the last line of what it wrote."""
+    log.seek(0)
+    last = (log.read().decode(errors="replace").strip().splitlines() or [""])[-1]
+    how = f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with status {code}"
+    return f"{how}{': ' * bool(last)}{last}"
 
 
 def unnamed_file() -> BinaryIO:
@@ -485,7 +505,7 @@ def work(job: Mapping[str, Any], loaded: Mapping[str, Loaded], say: Callable[...
         if job["rows"] is not None and setting not in PROBES:
             from harness import long
 
-            run = long.runner(name, loaded[name].device, job["rows"])
+            run = long.runner(name, loaded[name], job["rows"])
         try:
             trace, written = _run(name, run, given(case, setting, Path(job["scratch"])), case.config)
         except Exception as error:
@@ -508,6 +528,10 @@ def work(job: Mapping[str, Any], loaded: Mapping[str, Loaded], say: Callable[...
             raise Unusable(f"--out: a trace cannot be written ({error}); make room or choose another") from error
         say("trace", name=name, setting=setting, files=files)
         seconds[name] += time.perf_counter() - start
+    for name, each in loaded.items():
+        if each.exchanged is not None and name in seconds:
+            setting = next(s for s in map(Setting._make, job["settings"][::-1]) if s not in PROBES)
+            say("exchanged", name=name, sent=each.exchanged(*given(case, setting, Path(job["scratch"])), case.config))
     return seconds
 
 

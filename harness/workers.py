@@ -27,6 +27,7 @@ class Ran:
     accelerators: dict[str, str | None] = field(default_factory=dict)
     written: dict[str, set[str]] = field(default_factory=dict)  # what it was given and changed
     printed: dict[str, list[str]] = field(default_factory=dict)  # the first line, and how many
+    exchanged: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)  # `mesh.Exchanged`
 
 
 class ReferenceFailed(Exception):
@@ -102,7 +103,7 @@ class Workers:
                 for worker in busy:
                     if worker.process.poll() is not None:
                         worker.kill()  # what it has left behind; its exit event comes when that is gone
-                    elif not ours(worker.names[0]) and (reason := self.limits.broken(worker)):
+                    elif limited(worker.names[0]) and (reason := self.limits.broken(worker)):
                         self._fail(worker.names, reason)
                         worker.end()
                 continue
@@ -131,6 +132,8 @@ class Workers:
             raise Unusable(event["message"])
         elif what == "failed":
             self._fail([event["name"]] if event.get("name") else names, event["error"])
+        elif what == "exchanged":
+            self.ran.exchanged[event["name"]] = event["sent"]
         elif what == "done":
             for each, seconds in event["seconds"].items():
                 self.ran.seconds[each] = self.ran.seconds.get(each, 0.0) + seconds
@@ -155,6 +158,11 @@ class Workers:
             if name not in self.ran.errors:
                 self.ran.errors[name] = error
                 self.progress.failed(title(name), error)
+
+
+def limited(name: str) -> bool:
+    """Whether an implementation may hang, or eat memory: somebody's own, and one that waits for other processes."""
+    return not ours(name) or "@" in name
 
 
 class Limits:

@@ -3,7 +3,7 @@
 B batch   T query position   S key position   D hidden size   N query heads   K key/value heads   G = N/K   H head size
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import jax
@@ -184,21 +184,45 @@ def trace(
     observe: Observe = keep,
     layer: type[Attention] | None = None,
 ) -> dict[str, Array]:
-    """A zero is added to every observed value, as a tap: the gradient of that zero is the gradient at that stage."""
+    """Every stage, and the gradient of every stage, of every weight and of the hidden states, in one program."""
+    forward = partial(tapped, config=config, observe=observe, layer=layer)
+    return differentiate(forward, weights, x_BTD, cos_BTH, sin_BTH, mask_B1TS, d_output, config.sizes())
 
-    def tapped(tensors: Mapping[str, Array]) -> tuple[Array, dict[str, Array]]:
-        stages = {}
 
-        def tap(name: str, value: Array) -> Array:
-            stages[name] = observe(name, value) + tensors[name]
-            return stages[name]
+def tapped(
+    tensors: Mapping[str, Array],
+    cos_BTH: Float[Array, "B T H"],
+    sin_BTH: Float[Array, "B T H"],
+    mask_B1TS: Float[Array, "B 1 T S"] | None,
+    config: AttentionConfig,
+    observe: Observe = keep,
+    layer: type[Attention] | None = None,
+) -> tuple[Float[Array, "B T D"], dict[str, Array]]:
+    """The output and every stage, a zero added to each, as a tap: the gradient of that zero is the stage's gradient."""
+    stages = {}
 
-        y_BTD = attention(tensors, config, layer)(tensors["hidden_states"], cos_BTH, sin_BTH, mask_B1TS, tap)
-        return y_BTD, stages
+    def tap(name: str, value: Array) -> Array:
+        stages[name] = observe(name, value) + tensors[name]
+        return stages[name]
 
-    sizes = config.sizes() | {"B": x_BTD.shape[0], "T": x_BTD.shape[1], "S": x_BTD.shape[1]}
+    return attention(tensors, config, layer)(tensors["hidden_states"], cos_BTH, sin_BTH, mask_B1TS, tap), stages
+
+
+def differentiate(
+    forward: Callable[..., tuple[Array, dict[str, Array]]],
+    weights: Mapping[str, Array],
+    x_BTD: Float[Array, "B T D"],
+    cos_BTH: Float[Array, "B T H"],
+    sin_BTH: Float[Array, "B T H"],
+    mask_B1TS: Float[Array, "B 1 T S"] | None,
+    d_output: Float[Array, "B T D"],
+    sizes: Mapping[str, int],
+) -> dict[str, Array]:
+    """The stages of `forward`, which adds taps, and its gradients; `sizes` are those of the letters but B, T and S."""
+    sizes = {**sizes, "B": x_BTD.shape[0], "T": x_BTD.shape[1], "S": x_BTD.shape[1]}
     taps = {stage.name: jnp.zeros([sizes[letter] for letter in stage.shape], x_BTD.dtype) for stage in STAGES}
-    _, backward, stages = jax.vjp(tapped, {**weights, "hidden_states": x_BTD, **taps}, has_aux=True)
+    tensors = {**weights, "hidden_states": x_BTD, **taps}
+    _, backward, stages = jax.vjp(lambda tensors: forward(tensors, cos_BTH, sin_BTH, mask_B1TS), tensors, has_aux=True)
     (gradients,) = backward(d_output)
     hidden = taps.keys() - stages.keys()  # what a fused kernel does not show
     sources = {name: name.removeprefix("d_") for name in (*GRADIENTS, *BIAS_GRADIENTS)}

@@ -7,7 +7,7 @@ Dimension key, used in names (`q_BTNH`), shapes and docstrings:
     S  key positions                                             G  query heads per key/value head, N / K
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -74,6 +74,25 @@ BIASES: dict[str, tuple[str, ...]] = {
     "o_proj.bias": ("D",),
 }
 """What the projections add, where `attention_bias` says so: y = x W^T + b."""
+
+
+MESH: dict[str, str] = {
+    "B": "batch",
+    "T": "sequence",
+    "S": "sequence",
+    "N": "heads",
+    "K": "heads",
+    "NH": "heads",
+    "KH": "heads",
+}
+"""Where a layer is spread over a mesh of devices: the axis of the mesh that cuts each letter of the dimension key. So
+W_Q, W_K and W_V are cut by their columns, W_O by its rows; D and H are whole everywhere."""
+
+
+def cut(letters: Iterable[str]) -> tuple[str | None, ...]:
+    """The axis that cuts each of an array's letters, or None. Each axis cuts one: beside T, S is whole."""
+    axes = [MESH.get(letter) for letter in letters]
+    return tuple(None if axis in axes[:i] else axis for i, axis in enumerate(axes))
 
 
 def weight_shapes(config: AttentionConfig) -> dict[str, tuple[int, ...]]:

@@ -181,6 +181,20 @@ def run(
     module = attention(weights, config, device, layer)
     x_BTD, cos_BTH, sin_BTH = (tensor(inputs[name], device) for name in ("hidden_states", "cos", "sin"))
     mask_B1TS = tensor(inputs["attention_mask"], device) if "attention_mask" in inputs else None
+    traced = differentiate(module, x_BTD, cos_BTH, sin_BTH, mask_B1TS, tensor(d_output, device), observe)
+    return {name: array(value) for name, value in traced.items()}
+
+
+def differentiate(
+    module: Attention,
+    x_BTD: Float[Tensor, "B T D"],
+    cos_BTH: Float[Tensor, "B T H"],
+    sin_BTH: Float[Tensor, "B T H"],
+    mask_B1TS: Float[Tensor, "B 1 T S"] | None,
+    d_output: Float[Tensor, "B T D"],
+    observe: Observe = keep,
+) -> dict[str, Tensor]:
+    """The stages of a layer, and the gradient of every stage, of every weight and of the hidden states."""
     stages: dict[str, Tensor] = {}
 
     def record(name: str, value: Tensor) -> Tensor:
@@ -191,7 +205,6 @@ def run(
     tensors = {**module.state_dict(keep_vars=True), "hidden_states": x_BTD, **stages}
     names = [name for name in (*GRADIENTS, *BIAS_GRADIENTS) if name.removeprefix("d_") in tensors]
     sources = {name: tensors[name.removeprefix("d_")] for name in names}
-    loss = torch.sum(y_BTD * tensor(d_output, device))  # its gradient at the output is d_output
+    loss = torch.sum(y_BTD * d_output)  # its gradient at the output is d_output
     gradients = torch.autograd.grad(loss, list(sources.values()))
-    trace = stages | dict(zip(sources, gradients, strict=True))
-    return {name: array(value) for name, value in trace.items()}
+    return stages | dict(zip(sources, gradients, strict=True))

@@ -77,7 +77,7 @@ def tolerances(tiny: Case) -> dict[Setting, Tolerance]:
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: f"{bug.frameworks[0]}:{bug.name}")
 def test_edit_has_one_place_and_compiles(bug: Bug) -> None:
     for framework in bug.frameworks:
-        source = (ROOT / "impls" / f"{framework}_attention.py").read_text(encoding="utf-8")
+        source = bugs.path(framework).read_text(encoding="utf-8")
         assert source.count(bug.old) == 1 and bug.new != bug.old
         compile(source.replace(bug.old, bug.new), framework, "exec")
     assert set(bug.stages) <= set(EQUATION)
@@ -89,11 +89,12 @@ def test_there_are_enough_of_every_kind() -> None:
     for framework in ("jax", "torch"):
         assert len(bugs.names(framework)) >= 8
         assert set(bugs.names(framework)) <= {bug.name for bug in BUGS}
-    for framework in bugs.ALL:
+    for framework in (*bugs.ALL, "jax-mesh", "torch-mesh"):
         assert len(bugs.names(framework)) == len(set(bugs.names(framework)))
     says = [bug.says for bug in BUGS if "numpy" in bug.frameworks]
     assert len(says) == len(set(says))
     assert len({bug.kind for bug in BUGS}) >= 12
+    assert sum(bug.kind == "devices" for bug in BUGS) >= 7
 
 
 def test_edit_that_no_longer_fits_the_source_is_an_error() -> None:

@@ -9,6 +9,7 @@ from typing import IO, Any
 
 from rich import box, progress
 from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
@@ -35,6 +36,8 @@ def print_verdict(document: Mapping[str, Any], console: Console, folder: Path | 
     """Print what was compared, the table, the verdict in words, what was not checked, and where the evidence lies."""
     console.print(Text(subject(document)))
     console.print(verdict_table(document))
+    if exchanges := exchanged(document):
+        console.print(exchange_table(exchanges))
     for word, sentence in sentences(document):
         console.print(Text.assemble((word, STYLE[word]), f"  {sentence}"))
     for what, owners in not_checked(document).items():
@@ -96,6 +99,36 @@ def verdict_table(document: Mapping[str, Any]) -> Table:
             "-" if framework["seconds"] is None else f"{framework['seconds']:.1f} s",
         )
     return table
+
+
+EXCHANGES = "Between devices: what all of them together send, counted from the compiled program's collectives."
+
+
+def exchanged(document: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """What each implementation that is spread over devices sends, by pass, in words."""
+    return {
+        name: {
+            which: ", ".join(f"{size(n)} {what}" for what, n in sent.items()) or "nothing"
+            for which, sent in framework["exchanged"].items()
+        }
+        for name, framework in document["frameworks"].items()
+        if framework.get("exchanged")
+    }
+
+
+def exchange_table(exchanges: Mapping[str, Mapping[str, str]]) -> Table:
+    """One line for each implementation and pass."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_header=False)
+    table.caption, table.caption_justify, table.caption_style = EXCHANGES, "left", "dim"
+    for name, passes in exchanges.items():
+        for i, (which, sent) in enumerate(passes.items()):
+            table.add_row(Text(name * (not i)), which, sent)
+    return table
+
+
+def size(count: float) -> str:
+    """Bytes in words: 12.3 kB."""
+    return decimal(round(count), precision=1)
 
 
 def sentences(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -99,6 +99,8 @@ def render_html(
         missing=folder.missing,
         gates=Counter((row["gate"], row["match"]) for row in checks),
         blind_spots=console.blind_spots(document),
+        exchanged=console.exchanged(document),
+        exchanges=console.EXCHANGES,
         planted=planted and planted_matrix(planted),
         benchmark=benchmark and benchmark_view(benchmark),
         checks={name: list(summary(rows)) for (name,), rows in grouped(checks, "framework").items()},
