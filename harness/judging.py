@@ -544,13 +544,13 @@ def not_checked(
         if gate == "probes" and wanted:
             missing = sum((wanted[0][0], Comparison(name, EXACT, setting)) not in made for setting in PROBES)
             said += [f"probes: no trace of {missing} of {len(PROBES)}"] if missing else []
-        elif not wanted:
+        elif not wanted and all(each.comparison.gate != gate for each in mine):
             said.append(f"{gate}: {'float64' if gate == 'structure' else 'float32'} was not asked for")
         elif lost := [each for each in wanted if (each[0], Comparison(name, TRUTH, each[1])) not in made]:
             said.append(f"{gate}: no trace of {len(lost)} of {len(wanted)} runs in {wanted[0][1].dtype}")
     if name in REFERENCES:
+    mine = [each for each in results if each.comparison.name == name and each.not_checked]
         said.append("probes: they are for what is compared with Hugging Face's layer")
-    mine = (each for each in results if each.comparison.name == name and each.not_checked)
     return [*said, *dict.fromkeys(f"{each.comparison.gate}: {each.not_checked}" for each in mine)]
 
 

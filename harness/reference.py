@@ -36,11 +36,13 @@ def run(
     config: AttentionConfig,
     attn_implementation: str = "eager",
     device: str = "cpu",
+    masked: bool = True,
 ) -> dict[str, Array]:
     """The layer's trace: stages, their gradients, and the gradients of inputs and weights.
 
     Args: arrays of one dtype; `attn_implementation` "eager" or "sdpa" (whose fused kernel shows no
-    scores, masked_scores and probs). Shapes as in `impls.spec`; weights and their gradients are [out, in].
+    scores, masked_scores and probs, and is causal by itself where it is not `masked`, as the model calls it without
+    padding). Shapes as in `impls.spec`; weights and their gradients are [out, in].
     """
     layer = attention(weights, config, attn_implementation).to(device)
     x, cos, sin, d_y = (
@@ -48,7 +50,8 @@ def run(
     )
     recorder = Recorder(config)
     with recorder.attached(layer), recorder:
-        output = call(layer, x.requires_grad_(), cos, sin, inputs.get("attention_mask"))
+        x.requires_grad_()
+        output = call(layer, x, cos, sin, inputs.get("attention_mask")) if masked else bare(layer, x, cos, sin)
     if x.dtype == torch.float64 and recorder.casts != CASTS_TO_FLOAT32[attn_implementation]:
         raise RuntimeError(
             f"transformers' {attn_implementation} layer cast to float32 {recorder.casts} times, not "
@@ -105,7 +108,7 @@ def forward(
     x, cos, sin = (tensor(inputs[name], device) for name in ("hidden_states", "cos", "sin"))
     recorder = Picking(config, pick)
     with torch.no_grad(), recorder.attached(layer), recorder:
-        recorder.keep("output", layer(hidden_states=x, position_embeddings=(cos, sin), attention_mask=None)[0])
+        recorder.keep("output", bare(layer, x, cos, sin))
     if x.dtype == torch.float64 and recorder.casts != CASTS_TO_FLOAT32["sdpa"]:
         raise RuntimeError(f"transformers' sdpa layer cast to float32 {recorder.casts} times: no float64 run")
     return recorder.kept
@@ -126,6 +129,12 @@ def call(
     """
     mask = causal_mask(x) if attention_mask is None else tensor(attention_mask, x.device.type)
     output = layer(hidden_states=x, position_embeddings=(cos, sin), attention_mask=mask)[0]
+    return output
+
+
+def bare(layer: torch.nn.Module, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """The forward of the layer under sdpa without a mask: [B,T,D] -> [B,T,D]."""
+    output = layer(hidden_states=x, position_embeddings=(cos, sin), attention_mask=None)[0]
     return output
 
 

@@ -25,11 +25,11 @@ def judge(
     the trace.
     The scale is per token, since relative to a whole tensor a lost path hides behind a token a million times larger;
     for the gradient of a weight it is the tensor's. Where the truth is exactly 0 (the first token's d_q: a softmax over
-    one key does not move), the scale is floored by what a correct backward rounds against.
+    one key does not move), the scale is floored by what a correct backward rounds against, if the truth shows it.
     """
     seen = seen_by(inputs)
     names, findings = usable(trace, truth, expected, "float64", seen)
-    floors = score_gradient_scales(truth, weights, inputs, config)
+    floors = score_gradient_scales(truth, weights, inputs, config) if "probs" in truth else {}
     for name in names:
         scale = per_token(name, truth[name], seen)
         if name in floors:

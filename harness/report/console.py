@@ -149,10 +149,13 @@ def sentences(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if verdict(framework) == DID_NOT_RUN:
             yield DID_NOT_RUN, f"{name}: {framework['error']}"
     well = [name for name, framework in frameworks.items() if verdict(framework) == MATCH]
-    backward = {row["framework"] for row in document["checks"] if row["direction"] == "backward"}
+    backward = {
+        (row["framework"], row["gate"] == "probes") for row in document["checks"] if row["direction"] == "backward"
+    }
     groups: dict[str, list[str]] = {}
     for name in well:
-        words = "forward and backward" if name in backward else "forward; no gradient was shown"
+        probed = "forward, and backward on the probes alone" if (name, True) in backward else None
+        words = "forward and backward" if (name, False) in backward else probed or "forward; no gradient was shown"
         partial = any("no trace of" in what for what in frameworks[name]["not_checked"])
         groups.setdefault(words + ", and not all runs" * partial, []).append(name)
     for ways, names in groups.items():
