@@ -24,12 +24,12 @@ import psutil
 
 from harness.case import additive_mask, read_case
 from harness.runners import Unusable, jobs_asked, load, one_line, precision, speaker
-from impls.spec import WEIGHTS, AttentionConfig
+from impls.spec import AttentionConfig
 
 Array = np.ndarray
 Arrays = Mapping[str, Array]
 DIRECTIONS = ("forward", "forward+backward")
-"""The second gives the gradients of the hidden states and of every weight."""
+"""The second gives the gradients of the hidden states and of every weight and bias."""
 MATMUL = "matmul"
 """Not an implementation: one large product of two square matrices, by which the machine's own rate is known."""
 MATMUL_SIZE = {"cpu": 2048, "gpu": 8192}
@@ -103,7 +103,7 @@ def prepare_jax(
     def both(weights: Any, x: Any, cos: Any, sin: Any, d_output: Any) -> Any:
         output, backward = jax.vjp(lambda weights, x: forward(weights, x, cos, sin, None), weights, x)
         gradients, d_x = backward(d_output)
-        return output, {"d_hidden_states": d_x} | {f"d_{each}": gradients[each] for each in WEIGHTS}
+        return output, {"d_hidden_states": d_x} | {f"d_{each}": gradients[each] for each in weights}
 
     start = time.perf_counter()
     compiled = jax.jit(both if direction == "forward+backward" else forward).lower(*arrays).compile()
@@ -152,7 +152,7 @@ def torch_call(
 
     if direction == "forward":
         return torch.no_grad()(forward)
-    leaves = {"d_hidden_states": x.requires_grad_()} | {f"d_{each}": layer.get_parameter(each) for each in WEIGHTS}
+    leaves = {"d_hidden_states": x.requires_grad_()} | {f"d_{each}": layer.get_parameter(each) for each in weights}
 
     def both() -> Any:
         output = forward()

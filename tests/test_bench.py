@@ -19,7 +19,7 @@ from harness.report.benchmark import latest, omissions, picture, sheets
 from harness.report.figures import standalone
 from harness.report.html import render_html
 from harness.timed import DIRECTIONS, MATMUL
-from impls.spec import WEIGHTS, AttentionConfig
+from impls.spec import AttentionConfig, weight_shapes
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN = {"dtype": "float32", "seq_len": 64, "direction": "forward"}
@@ -107,15 +107,19 @@ def test_what_would_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None
 # ---------------------------------------------------------------------------------------------------- what is timed
 
 
+@pytest.mark.parametrize("attention_bias", [False, True])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("name", rates.NAMES)
-def test_what_is_timed_is_the_layer(name: str, direction: str) -> None:
+def test_what_is_timed_is_the_layer(name: str, direction: str, attention_bias: bool) -> None:
     """Its output, and the gradients of the hidden states and of all weights, are those of the recorded run."""
-    case = make_case(AttentionConfig(20, 6, 3, 8, 1e-6), 1, 7).astype(np.float32)
+    config = AttentionConfig(20, 6, 3, 8, 1e-6, attention_bias)
+    case = make_case(config, 1, 7).astype(np.float32)
     expected = runners.load(timed.framework(name)).run(*case)
     returned = timed.prepare(name, direction, *case, "cpu").call()
     output, gradients = (returned, {}) if direction == "forward" else returned
-    assert set(gradients) == ({"d_hidden_states", *(f"d_{each}" for each in WEIGHTS)} if gradients else set())
+    assert set(gradients) == (
+        {"d_hidden_states", *(f"d_{each}" for each in weight_shapes(config))} if gradients else set()
+    )
     assert bool(gradients) == (direction == "forward+backward")
     for entry, value in {"output": output, **gradients}.items():
         value = value.detach().numpy() if hasattr(value, "detach") else np.asarray(value)
