@@ -42,9 +42,9 @@ class Bug(NamedTuple):
         return direction(self.stages[0]) == "forward"
 
     def possible(self, config: AttentionConfig) -> bool:
-        """Whether a layer can have it: none without biases can lack one, one head cannot be spread."""
+        """Whether a layer can have it: none without biases can lack one, one head is not spread."""
         if self.kind == "devices":
-            return config.num_attention_heads > 1
+            return config.num_key_value_heads > 1
         return self.kind != "biases" or config.attention_bias
 
 

@@ -312,6 +312,7 @@ def compare(
             Progress(make_console(), options.quiet) as progress,
             Workers(processes, options.device, Limits(options.time_limit, options.memory_limit), progress) as workers,
         ):
+            prepared = pool.submit(prepare_report)
             (folder / "traces").mkdir()
             names = [*processes, *(here or {}), *traces]
             layers: list[Layer] = []
@@ -333,6 +334,7 @@ def compare(
                 let_go(judge, layers, folder, options.keep_all)
             run = f"traces/{date.today()}-{folder.name.rpartition('-')[2]}"
             document = assemble(layers, names, workers.ran, command, run)
+            prepared.result()
         write_report(document, folder, options.out)
         publish(document, folder, options.out)
     return document
@@ -409,10 +411,17 @@ def read_artifact(folder: Path) -> dict[str, Any]:
     return document
 
 
+def prepare_report() -> None:
+    """Import what writes the report, and more, while the implementations start."""
+    from harness.report import html  # brings matplotlib
+
+    html.prepare()
+
+
 def write_report(document: dict[str, Any], folder: Path, out: Path) -> None:
     """The page, in the run's own folder, from the traces there. Raises BadInput where it cannot be written."""
     from harness.report.benchmark import latest
-    from harness.report.html import write_html  # brings matplotlib
+    from harness.report.html import write_html
 
     evidence = Path(__file__).resolve().parent.parent / "artifacts" / "evidence"
     record = evidence / "planted_bugs.json"

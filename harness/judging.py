@@ -45,7 +45,19 @@ from harness.gates import (
     tolerance,
     whole,
 )
-from harness.runners import CACHED, FUSED, LIBRARIES, PROBES, REFERENCES, Setting, fetch, ours, probe_cases, shown
+from harness.runners import (
+    CACHED,
+    FUSED,
+    LIBRARIES,
+    PROBES,
+    REFERENCES,
+    Setting,
+    devices,
+    fetch,
+    ours,
+    probe_cases,
+    shown,
+)
 from impls import numpy_attention
 
 LAYER = "hf-eager"
@@ -286,7 +298,8 @@ class Judging:
             return probes.judge(trace, self.answers[setting.input], expected)
         if comparison.gate == "local":
             _, inputs, d_output = self.case.arrays(setting.input, setting.rope, "float64")
-            return local.judge(trace, self.factors, inputs, d_output, self.case.config, ROUNDING[setting.dtype])
+            rounding = ROUNDING[setting.dtype]._replace(parts=devices(name))
+            return local.judge(trace, self.factors, inputs, d_output, self.case.config, rounding)
         if comparison.gate == "structure":
             findings = self._structure(trace, truth, setting, expected)
             if name in LIBRARIES or not ours(name):
@@ -536,6 +549,7 @@ def not_checked(
     `entries` those of a whole trace."""
     said = [] if (words := _unseen(name, results, entries)) is None else [words]
     made = {(result.layer, result.comparison) for result in results}
+    mine = [each for each in results if each.comparison.name == name and each.not_checked]
     gates = {"structure": {"float64"}, "local, tolerance": ROUNDING.keys() - {"float64"}, "probes": {"float32"}}
     for gate, dtypes in gates.items():
         wanted = [(layer, setting) for layer, setting in runs if setting.dtype in dtypes]
@@ -549,7 +563,6 @@ def not_checked(
         elif lost := [each for each in wanted if (each[0], Comparison(name, TRUTH, each[1])) not in made]:
             said.append(f"{gate}: no trace of {len(lost)} of {len(wanted)} runs in {wanted[0][1].dtype}")
     if name in REFERENCES:
-    mine = [each for each in results if each.comparison.name == name and each.not_checked]
         said.append("probes: they are for what is compared with Hugging Face's layer")
     return [*said, *dict.fromkeys(f"{each.comparison.gate}: {each.not_checked}" for each in mine)]
 

@@ -44,9 +44,9 @@ from impls.spec import AttentionConfig, Observe
 
 
 def devices(config: AttentionConfig) -> dict[str, int]:
-    """The mesh on which bugs of a layer spread over devices are planted: two or more for its heads, two for tokens."""
-    heads = config.num_key_value_heads if config.num_key_value_heads > 1 else config.num_attention_heads
-    return {"heads": next((n for n in range(2, heads + 1) if heads % n == 0), 1), "sequence": 2}
+    """The mesh on which bugs of a layer spread over devices are planted: two or more for heads, two for tokens."""
+    K = config.num_key_value_heads
+    return {"heads": next((n for n in range(2, K + 1) if K % n == 0), 1), "sequence": 2}
 
 
 def run(

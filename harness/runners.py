@@ -12,6 +12,7 @@ import contextlib
 import functools
 import itertools
 import json
+import math
 import os
 import queue
 import re
@@ -65,6 +66,11 @@ def ours(name: str) -> bool:
     """Whether this project runs it, perhaps with a bug planted ("numpy:eps_1e-5"); else it is somebody's own."""
     known = (*IMPLEMENTATIONS, *LIBRARIES, *TILED, *CACHED, *REFERENCES)
     return name.partition(":")[0] in known or name.partition("@")[0] in SPREAD
+
+
+def devices(name: str) -> int:
+    """Over how many devices an implementation is spread."""
+    return math.prod(int(n) for n in re.findall(r"(?:batch|sequence|heads)=(\d+)", name.partition(":")[0]))
 
 
 def shown(name: str, entries: Sequence[str] = NAMES) -> list[str]:
@@ -461,12 +467,15 @@ def main(arguments: Sequence[str]) -> int:
     try:
         loaded = {name: load(name, device) for name in names}
         first = loaded[names[0]]
-        bits = precision(first)
+        bits: dict[str, int] = {}
         ready = time.perf_counter() - started
         say("ready", device=first.device, accelerator=first.accelerator, seconds=ready)
         for line in iter(jobs.get, ""):
-            seconds = work(json.loads(line), loaded, say)
-            bits = {dtype: min(read, bits[dtype]) for dtype, read in precision(first).items()}  # before and after
+            job = json.loads(line)
+            asked = dict.fromkeys(dtype for _, _, dtype in job["settings"])
+            before, seconds, after = precision(first, asked), work(job, loaded, say), precision(first, asked)
+            for dtype, read in (*before.items(), *after.items()):
+                bits[dtype] = min(read, bits.get(dtype, read))
             seconds = {name: ready + spent for name, spent in seconds.items()}
             say("done", seconds=seconds, matmul_bits=bits, printed=_lines(printed))
     except (BadInput, Unusable) as error:
@@ -478,9 +487,9 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def precision(loaded: Loaded) -> dict[str, int]:
+def precision(loaded: Loaded, dtypes: Iterable[str] = tuple(SIGNIFICAND)) -> dict[str, int]:
     """The bits that a matrix product reads of its operands, for each dtype: measured, whatever was asked for."""
-    return {} if loaded.matmul is None else {dtype: matmul_bits(loaded.matmul, dtype) for dtype in SIGNIFICAND}
+    return {} if loaded.matmul is None else {dtype: matmul_bits(loaded.matmul, dtype) for dtype in dtypes}
 
 
 def give_way() -> None:

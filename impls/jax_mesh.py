@@ -90,16 +90,6 @@ def across(mesh: Mesh, config: AttentionConfig, padded: bool = False) -> Callabl
     )
 
 
-def copied(tensors: Mapping[str, Array], m: int, H: int) -> dict[str, Array]:
-    """W_K and W_V where there are m times more devices than key/value heads: m copies of each head."""
-    copies = {
-        name: jnp.repeat(w.reshape(-1, H, *w.shape[1:]), m, axis=0).reshape(-1, *w.shape[1:])
-        for name, w in tensors.items()
-        if name.startswith(("k_proj.", "v_proj."))
-    }
-    return {**tensors, **copies}
-
-
 # ----------------------------------------------------------------------------------------------------------- backward
 
 
@@ -121,20 +111,14 @@ def run(
     Sequences, and tokens at the end, are added until the mesh divides them, and taken off again: nothing sees them.
     """
     B, T, _ = d_output.shape
+    own = {"B": slice(B), "T": slice(T), "S": slice(T)}
+    shapes = {"hidden_states": "BTD"} | {stage.name: stage.shape for stage in STAGES}
     with jax.enable_x64(True):  # float64 is let in; which dtype it is, the arrays decide
-        given = place(weights, inputs, d_output, mesh)
-        traced = trace(*given, config, mesh)
-        whole = jax.jit(lambda trace: trace, out_shardings=NamedSharding(mesh, P()))(
-            traced
-        )  # each device has all of it
-        shapes = {stage.name: stage.shape for stage in STAGES} | {"hidden_states": "BTD"}
-        sizes = {"B": B, "T": T, "S": T}
-        return {
-            name: np.asarray(value)[
-                tuple(slice(sizes.get(letter)) for letter in shapes.get(name.removeprefix("d_"), ""))
-            ]
-            for name, value in whole.items()
-        }
+        traced = trace(*place(weights, inputs, d_output, mesh), config, mesh)
+        gathered = jax.jit(lambda trace: trace, out_shardings=NamedSharding(mesh, P()))(traced)
+        whole = {name: np.asarray(value) for name, value in gathered.items()}
+    parts = {name: [own.get(x, slice(None)) for x in shapes.get(name.removeprefix("d_"), "")] for name in whole}
+    return {name: value[tuple(parts[name])] for name, value in whole.items()}
 
 
 def place(
@@ -148,9 +132,7 @@ def place(
         return jax.make_array_from_callback(array.shape, sharding, lambda part: array[part])
 
     def grown(array: np.ndarray, letters: str, value: float = 0) -> Array:
-        room = [
-            (0, 0 if array.shape[i] == 1 else more.get(MESH.get(letter, ""), 0)) for i, letter in enumerate(letters)
-        ]
+        room = [(0, more.get(MESH.get(letter, ""), 0)) for letter in letters]
         return put(np.pad(array, room, constant_values=value), letters)
 
     x_BTD, cos_BTH, sin_BTH = (grown(inputs[name], "BTD") for name in ("hidden_states", "cos", "sin"))
@@ -172,19 +154,8 @@ def trace(
     mesh: Mesh,
 ) -> dict[str, Array]:
     """What `jax_attention.trace` gives, from all devices of the mesh, in one program."""
-    K, m = config.num_key_value_heads, max(1, mesh.shape["heads"] // config.num_key_value_heads)
-    wide = replace(config, num_key_value_heads=m * K)
-    spread = across(mesh, wide, mask_B1TS is not None)
-
-    def forward(tensors: Mapping[str, Array], *given: Array | None) -> tuple[Array, dict[str, Array]]:
-        return spread(copied(tensors, m, config.head_dim), *given)
-
-    traced = differentiate(forward, weights, x_BTD, cos_BTH, sin_BTH, mask_B1TS, d_output, wide.sizes())
-    for name in (stage.name for stage in STAGES if "K" in stage.shape):  # copies are alike; their gradients add up
-        traced[name] = traced[name][:, :, ::m]
-        d_BSKH = traced[f"d_{name}"]
-        traced[f"d_{name}"] = d_BSKH.reshape(*d_BSKH.shape[:2], K, m, -1).sum(axis=3)
-    return traced
+    forward = across(mesh, config, mask_B1TS is not None)
+    return differentiate(forward, weights, x_BTD, cos_BTH, sin_BTH, mask_B1TS, d_output, config.sizes())
 
 
 def programs(

@@ -5,7 +5,7 @@ device has some heads; which letter of a shape is cut, `MESH` says in `spec.py`.
 what the heads of each give; the backward adds up their gradients at the hidden states, and those of the norms' weights.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,16 +33,16 @@ class Cut(ParallelStyle):
         def cut_parameters(_: str, module: nn.Module, mesh: DeviceMesh) -> None:
             for kind, value in list(module.named_parameters(recurse=False)):
                 letters = (WEIGHTS | BIASES)[f"{self.name}.{kind}"]
-                parts = distribute_tensor(value, mesh, placements(value, letters, mesh), src_data_rank=None)
+                parts = distribute_tensor(value, mesh, placements(letters), src_data_rank=None)
                 module.register_parameter(kind, nn.Parameter(parts))
 
         return distribute_module(module, device_mesh, cut_parameters)
 
 
-def placements(value: Tensor, letters: tuple[str, ...], mesh: DeviceMesh) -> list[Placement]:
-    """Cut along the letter that the axis `heads` cuts; whole on every device if that does not divide it."""
-    where = [i for i, axis in enumerate(cut(letters)) if axis == "heads" and value.shape[i] % mesh.size() == 0]
-    return [Shard(where[0]) if where else Replicate()]
+def placements(letters: Iterable[str]) -> list[Placement]:
+    """Cut along the letter that the axis `heads` cuts, or whole on every device."""
+    axes = cut(letters)
+    return [Shard(axes.index("heads")) if "heads" in axes else Replicate()]
 
 
 def summed(name: str, value: DTensor) -> DTensor:

@@ -4,25 +4,30 @@ python tests/campaign.py    all of it; `make campaign` runs it
 """
 
 import itertools
+import math
 import os
 import random
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from harness import planted
 from harness.case import make_inputs, normal, seeded_weights
 from harness.gates import ROUNDING, Array, Finding, Trace, direction, local, probes, structure, tolerance
-from harness.runners import IMPLEMENTATIONS, environment, load, shown
+from harness.runners import IMPLEMENTATIONS, Run, environment, load, shown
 from impls import numpy_attention
 from impls.spec import AttentionConfig
 
-FRAMEWORKS = (*IMPLEMENTATIONS, "hf-sdpa")
+SPREAD = "jax@mesh"
+"""JAX's layer over two devices or more for the heads, and two for the tokens."""
+FRAMEWORKS = (*IMPLEMENTATIONS, "hf-sdpa", SPREAD)
 THETA = 1e6
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -141,12 +146,21 @@ def used(finding: Finding) -> float:
     return finding.excess if finding.limit else 2.0 * (not finding.match)
 
 
+def spread(config: AttentionConfig) -> Run:
+    """`SPREAD`, for a layer."""
+    import jax
+
+    from impls import jax_mesh
+
+    return partial(jax_mesh.run, mesh=jax_mesh.make_mesh(jax.devices("cpu"), **planted.devices(config)))
+
+
 def shares(stratum: Stratum) -> Iterator[Share]:
     """Every share of one stratum: both inputs, both RoPE modes, all implementations, gates S, L and T."""
     seed, shape, regime, short = stratum
     config = stratum.config
     weights = REGIMES[regime](seeded_weights(config, seed), seed)
-    runs = {name: load(name).run for name in ("hf-eager", *FRAMEWORKS)}
+    runs = {name: load(name).run for name in ("hf-eager", *FRAMEWORKS) if name != SPREAD} | {SPREAD: spread(config)}
     for kind, arrays in make_inputs(config, THETA, shape.B, shape.T, seed).items():
         for rope, dtype in (("neutral", "float32"), ("model", "float32"), ("model", short)):
             tables = (
@@ -173,7 +187,9 @@ def shares(stratum: Stratum) -> Iterator[Share]:
             }
             factors = {key: local.factor(value) for key, value in exact.items()}
             for name, trace in traces.items():
-                for finding in local.judge(trace, factors, double, d_double, config, ROUNDING[dtype]):
+                parts = math.prod(planted.devices(config).values()) if name == SPREAD else 1
+                rounding = ROUNDING[dtype]._replace(parts=parts)
+                for finding in local.judge(trace, factors, double, d_double, config, rounding):
                     yield Share(used(finding), name, "own inputs", "local", dtype, finding, run)
             for name, against in [(name, "truth") for name in traces] + list(itertools.combinations(traces, 2)):
                 other: Trace = truth if against == "truth" else traces[against]
@@ -244,6 +260,7 @@ def campaign() -> Tally:
     random.Random(0).shuffle(jobs)  # so that what is done so far is of every kind
     jobs.sort(key=lambda job: isinstance(job, Stratum) and job.shape not in FULL)  # what takes longest comes first
     os.environ |= environment(ROOT, "cpu")  # as the command's own processes have it
+    os.environ["JAX_NUM_CPU_DEVICES"] = "10"
     whole, start = Tally(), time.monotonic()
     with get_context("spawn").Pool(2, maxtasksperchild=40) as pool:
         for done, part in enumerate(pool.imap_unordered(tally, jobs), 1):

@@ -8,9 +8,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # one thread for each worker, set befor
         os.environ.setdefault(variable, "1")
 # XLA compiles one of these layers in a sixth of the time with its older fusion and unoptimised element-wise loops.
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0")
-os.environ.setdefault(
-    "JAX_NUM_CPU_DEVICES", "8"
-)  # for tests/test_mesh.py; whatever does not ask for more uses the first
+# For a layer spread over devices; what asks for none of them uses the first.
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "10")
 
 from jaxtyping import install_import_hook
 

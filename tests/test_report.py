@@ -328,6 +328,17 @@ def test_the_same_artifact_gives_the_same_bytes(tmp_path: Path, matching: str) -
     assert (tmp_path / "new/report.html").read_text(encoding="utf-8") == one
 
 
+def test_what_needs_no_result_is_prepared_without_one() -> None:
+    """While the implementations start: what the page then costs is its own pictures and words."""
+    code = "import sys; from harness.report import html; html.prepare(); "
+    code += "print(html.template.cache_info().currsize, html.source.cache_info().currsize, "
+    code += "'matplotlib.backends.backend_svg' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parents[1], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["1", "1", "True"]
+
+
 def test_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "report.html"
     path.write_text("the last one")

@@ -109,6 +109,7 @@ def test_sum_taken_in_bfloat16_fails():
 @pytest.mark.parametrize("name", EVERY)
 def test_products_read_all_the_bits_that_the_dtype_has(name):
     assert precision(load(name)) == {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
+    assert precision(load(name), ["bfloat16"]) == {"bfloat16": 8}  # of a run, only its own are measured
 
 
 def test_trace_is_read_as_it_was_written(tmp_path):

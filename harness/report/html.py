@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 from pygments import highlight
 from pygments.formatters.html import HtmlFormatter
@@ -68,15 +68,7 @@ def render_html(
     folder = Folder(Path(traces) if traces else None, document)
     failed = list(failures(document, folder))
     sentences = list(console.sentences(document))
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"sci": scientific, "percent": percent, "listed": console.listed}
-    return environment.get_template("report.html.jinja").render(
+    return template().render(
         document=document,
         headline=headline(document, sentences),
         subject=console.subject(document),
@@ -105,6 +97,28 @@ def render_html(
         benchmark=benchmark and benchmark_view(benchmark),
         checks={name: list(summary(rows)) for (name,), rows in grouped(checks, "framework").items()},
     )
+
+
+def prepare() -> None:
+    """Do what takes time and needs no result: import matplotlib, compile the page's template, colour the code."""
+    template()
+    source(numpy_attention)
+    with figures.drawing(1, 1) as (figure, _):
+        figures.svg(figure, "nothing", "nothing")
+
+
+@functools.cache
+def template() -> Template:
+    """The page, to be filled in."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"sci": scientific, "percent": percent, "listed": console.listed}
+    return environment.get_template("report.html.jinja")
 
 
 # ------------------------------------------------------------------------------------------------------------ verdict
