@@ -217,9 +217,19 @@ SCHEMA: dict[str, Any] = {
         blind_to=array(record(layer=INDEX, name=TEXT, says=TEXT, reason=TEXT)),
         scaling=record(
             open=True,
+            optional=("caching",),
             note=TEXT,
             head_sizes=array({"type": "object"}),
             parameters=table({"type": ["integer", "string"]}),
+            caching=record(
+                open=True,
+                tokens=COUNT,
+                later_moved=INDEX,
+                earlier_moved=INDEX,
+                earlier_moved_unmasked=INDEX,
+                earlier=INDEX,
+                apart=SIZE,
+            ),
         ),
         weights=record(
             open=True,

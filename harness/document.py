@@ -116,7 +116,7 @@ def assemble(layers: Sequence[Layer], names: Sequence[str], ran: Ran, command: s
         "frameworks": frameworks,
         "pairwise": pairwise,
         "blind_to": [{"layer": layer.case.layer, **bug} for layer in layers for bug in layer.blind],
-        "scaling": scaling.measure() | {"parameters": scaling.parameters(case.config)},
+        "scaling": scaling.measure() | {"parameters": scaling.parameters(case.config), "caching": scaling.caching()},
         "weights": {
             "source": case.source,
             "description": case.describe(),

@@ -1,4 +1,4 @@
-"""The variance argument (3.3 to 3.5) and the parameter count (3.12), measured in NumPy.
+"""The variance argument (3.3 to 3.5), why keys can be cached (3.10) and the parameter count (3.12), measured in NumPy.
 
 Dot products of d_k independent entries have variance d_k; left unscaled, they saturate the softmax as heads grow, and a
 saturated softmax has a vanishing Jacobian: nothing is learned.
@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from impls.numpy_attention import softmax, softmax_jacobian
+from impls import numpy_cache
+from impls.numpy_attention import forward, softmax, softmax_jacobian
 from impls.spec import WEIGHTS, AttentionConfig, weight_shapes
 
 HEAD_SIZES = tuple(2**n for n in range(4, 11))
@@ -68,6 +69,39 @@ def spread(s_RS: np.ndarray) -> dict[str, float]:
 def standard_error(x: np.ndarray) -> float:
     """Of the mean of independent values."""
     return float(x.std(ddof=1) / math.sqrt(len(x)))
+
+
+def caching(seed: int = 0) -> dict[str, int | float | str]:
+    """3.10: whose answers move when a token changes, with the triangle and without it; and decoding with a cache.
+
+    A small layer in float64, of random weights. `later_moved`, `earlier_moved`: of the pairs of a changed token and an
+    answer from it on, or before it, those in which any bit moved; `earlier_moved_unmasked`: without the mask. `apart`:
+    max |decoded token by token − all together|, over the largest answer.
+    """
+    config, T, random = AttentionConfig(24, 4, 2, 8, 1e-6), 12, np.random.default_rng(seed)
+    weights = {name: random.standard_normal(shape) / shape[-1] ** 0.5 for name, shape in weight_shapes(config).items()}
+    x_BTD, angle = random.standard_normal((1, T, config.hidden_size)), random.uniform(0, 6, (1, T, config.head_dim))
+    given = {"cos": np.cos(angle), "sin": np.sin(angle)}
+
+    def moved(more: dict[str, np.ndarray]) -> np.ndarray:
+        """[T, T]: whether changing the token of a row moves the answer of a column."""
+        before, _ = forward(weights, {"hidden_states": x_BTD, **given, **more}, config)
+        after = [forward(weights, {"hidden_states": x_BTD + one, **given, **more}, config)[0] for one in changes]
+        return np.any(np.concatenate(after) != before, axis=-1)
+
+    changes = np.eye(T)[:, None, :, None]
+    masked, unmasked = moved({}), moved({"attention_mask": np.zeros((1, 1, T, T))})
+    whole, _ = forward(weights, {"hidden_states": x_BTD, **given}, config)
+    apart = np.abs(numpy_cache.decode(weights, {"hidden_states": x_BTD, **given}, config) - whole).max()
+    return {
+        "equation": "3.10",
+        "tokens": T,
+        "later_moved": int(np.triu(masked).sum()),
+        "earlier_moved": int(np.tril(masked, -1).sum()),
+        "earlier_moved_unmasked": int(np.tril(unmasked, -1).sum()),
+        "earlier": T * (T - 1) // 2,
+        "apart": float(apart / np.abs(whole).max()),
+    }
 
 
 def parameters(config: AttentionConfig) -> dict[str, int | str]:

@@ -59,7 +59,8 @@ def checks(names: list[str], dtype: str = "float32", structure: bool = True) -> 
 
 @functools.cache
 def measured() -> dict[str, Any]:
-    return scaling.measure() | {"parameters": scaling.parameters(AttentionConfig(20, 6, 3, 8, 1e-6))}
+    config = AttentionConfig(20, 6, 3, 8, 1e-6)
+    return scaling.measure() | {"parameters": scaling.parameters(config), "caching": scaling.caching()}
 
 
 def whole(names: tuple[str, ...] = ("numpy", "jax"), **changes: Any) -> dict[str, Any]:

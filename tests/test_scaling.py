@@ -50,3 +50,11 @@ def test_parameters() -> None:
     assert qwen["grouped_query"] == 3 * 1024 * 2048 and qwen["norm_weights"] == 256
     plain = scaling.parameters(AttentionConfig(24, 6, 6, 10, 1e-6))
     assert plain["many_heads"] == plain["one_wide_head"] == plain["grouped_query"] == 4 * 24 * 60
+
+
+def test_the_triangle_lets_keys_be_cached() -> None:
+    """Twelve tokens: 66 answers before a changed one, 78 from it on."""
+    found = scaling.caching()
+    assert json.loads(json.dumps(found, allow_nan=False)) == found == scaling.caching()
+    assert (found["earlier"], found["earlier_moved"], found["earlier_moved_unmasked"]) == (66, 0, 66)
+    assert found["later_moved"] == 78 and found["apart"] < 1e-14
