@@ -34,6 +34,8 @@ Array = np.ndarray
 Trace = dict[str, Array]
 AXES = {"jax": ("heads", "sequence", "batch"), "torch": ("heads",)}
 """The axes of a mesh that each framework's implementation has."""
+MOST = 64
+"""Devices of a mesh: a CPU can pose as so many in seconds (a process for each is started, or a thread)."""
 Exchanged = dict[str, dict[str, float]]
 """Bytes that all devices together send, by pass and collective."""
 PASSES = ("forward, a token", "hidden states' gradient, a token", "weights' gradients, a step")
@@ -79,6 +81,8 @@ def parse(name: str) -> Plan:
         numbers[key] = int(value)
     processes = numbers.pop("processes", 1)
     plan = Plan(framework, numbers, processes, bug)
+    if plan.devices > MOST:
+        raise BadInput(f"{flag} {said}: {plan.devices:,} devices; at most {MOST} are spread over")
     if framework == "torch":
         return plan._replace(processes=plan.devices)
     if plan.devices % processes:

@@ -264,9 +264,9 @@ DAMAGE = {
     "raises": ("module = attention(weights, config, device, layer)", "raise RuntimeError('boom')"),
     "returns NaN": (
         "    return {name: array",
-        '    trace["output"] = trace["output"] * float("nan")\n    return {name: array',
+        '    traced["output"] = traced["output"] * float("nan")\n    return {name: array',
     ),
-    "lacks a stage": ("    return {name: array", '    del trace["q_norm"]\n    return {name: array'),
+    "lacks a stage": ("    return {name: array", '    del traced["q_norm"]\n    return {name: array'),
     "computes in float64": (".view(getattr(torch, array.dtype.name))", ".double()"),
 }
 

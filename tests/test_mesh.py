@@ -45,6 +45,8 @@ MESHES = {
         ("jax@heads=2,heads=2", "'heads=2' is no axis of jax's mesh, or a second one"),
         ("jax@head=2", "'head=2' is no axis of jax's mesh, or a second one; there are heads, sequence, batch"),
         ("jax@heads=3,processes=2", "3 devices cannot be divided among 2 processes"),
+        ("jax@heads=8,sequence=9", "72 devices; at most 64 are spread over"),
+        ("torch@heads=9999", "9,999 devices; at most 64"),
         ("torch@sequence=2", "--world-size sequence=2: 'sequence=2' is no axis of torch's mesh, or a second one"),
         ("torch@heads=x", "'heads=x' needs a whole number"),
         ("numpy@heads=2", "only jax and torch can be spread over devices"),
