@@ -26,8 +26,9 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from harness.case import BadInput
+from harness.environment import nvidia
 from harness.export import Arguments, command
-from harness.runners import Unusable, ended, jobs_asked, unnamed_file
+from harness.runners import ended, jobs_asked, unnamed_file
 from impls.spec import AttentionConfig
 
 Array = np.ndarray
@@ -121,9 +122,11 @@ class Joined(NamedTuple):
 def load(name: str, device: str) -> Joined:
     """Join a group as its first process, which starts the others if they are not to come from elsewhere.
 
-    Every process runs what this one runs. Raises Unusable where there are too few devices.
+    Every process runs what this one runs. Raises BadInput where there are too few devices.
     """
     plan = parse(name)
+    if device == "auto":
+        device = "gpu" if nvidia()[0] else "cpu"
     address, rank = VARIABLES[plan.framework][:2]
     if plan.processes > 1 and address not in os.environ:
         start(name, plan, device)
@@ -245,9 +248,9 @@ def _join_torch(plan: Plan, device: str) -> Joined:
 
 
 def enough(plan: Plan, found: int, device: str) -> None:
-    """Raises Unusable where there are too few devices."""
+    """Raises BadInput where there are too few devices."""
     if found < plan.devices:
-        raise Unusable(f"{plan.framework} sees {found} of the {plan.devices} devices of its mesh (--device {device})")
+        raise BadInput(f"--device {device}: {plan.framework} sees {found} of the {plan.devices} devices of its mesh")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -261,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         jobs_asked()
     try:
         group = join(parse(options.name), options.device)
-    except (BadInput, Unusable) as error:
+    except BadInput as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     while True:

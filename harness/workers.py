@@ -41,6 +41,7 @@ class Workers:
         self.names, self.device, self.limits, self.progress = list(names), device, limits, progress
         self.events: queue.SimpleQueue[tuple[Worker, dict[str, Any]]] = queue.SimpleQueue()
         self.workers: list[Worker] = []
+        self.gone: set[Worker] = set()  # whose exit was heard; what has ended unheard may have said why
         self.ran = Ran()
 
     def __enter__(self) -> "Workers":
@@ -89,7 +90,7 @@ class Workers:
             "keep_all": keep_all,
             "rows": judge.rows,
         }
-        busy = [worker for worker in self.workers if worker.process.poll() is None]
+        busy = [worker for worker in self.workers if worker not in self.gone]
         for worker in busy:
             worker.job(**job | ({"settings": needed} if LAYER in worker.names else {}))
         for name, loaded in (here or {}).items():
@@ -108,6 +109,8 @@ class Workers:
                         worker.end()
                 continue
             self.limits.alive(worker)
+            if event["event"] == "exit":
+                self.gone.add(worker)
             if self._handle(worker.names, event, judge) and worker in busy:  # it may end after its job is done
                 busy.remove(worker)
 

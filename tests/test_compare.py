@@ -9,7 +9,8 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import jsonschema
 import numpy as np
@@ -17,9 +18,13 @@ import pytest
 from safetensors.numpy import load_file
 
 from harness import artifact, bugs, compare
+from harness.case import seeded_case
 from harness.gates import NAMES
-from harness.runners import PROBES
-from impls.spec import STAGES
+from harness.judging import Judging
+from harness.report.console import Progress, make_console
+from harness.runners import PROBES, Setting, Unusable
+from harness.workers import Limits, Workers
+from impls.spec import STAGES, AttentionConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -258,6 +263,19 @@ def test_reference_that_cannot_run_leaves_the_last_artifact(checkpoints: Path, t
     assert done.returncode == 3
     assert done.stderr.count("\n") == 1 and "No transformers here" in done.stderr
     assert (tmp_path / "artifacts" / "attention_check.json").read_text() == "the last one"
+
+
+def test_an_implementation_that_ends_before_its_job_says_why(tmp_path: Path) -> None:
+    """Before the case was made, on a machine under load."""
+    case = seeded_case(tmp_path, config=AttentionConfig(8, 2, 1, 4, 1e-6), seq_len=3)
+    quiet = Progress(make_console(), quiet=True)
+    with Workers(["numpy", "torch"], "gpu", Limits(60, 16), quiet) as workers:
+        for worker in workers.workers:
+            if "numpy" not in worker.names:
+                worker.process.wait(60)
+        judge = cast(Judging, SimpleNamespace(answers={}, rows=None))
+        with pytest.raises(Unusable, match="sees no GPU on this machine"):
+            workers.run(case, [Setting("chapter", "model", "float32")], judge, tmp_path)
 
 
 DAMAGE = {
