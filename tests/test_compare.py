@@ -269,10 +269,9 @@ def test_an_implementation_that_ends_before_its_job_says_why(tmp_path: Path) -> 
     """Before the case was made, on a machine under load."""
     case = seeded_case(tmp_path, config=AttentionConfig(8, 2, 1, 4, 1e-6), seq_len=3)
     quiet = Progress(make_console(), quiet=True)
-    with Workers(["numpy", "torch"], "gpu", Limits(60, 16), quiet) as workers:
+    with Workers(["torch"], "gpu", Limits(60, 16), quiet) as workers:
         for worker in workers.workers:
-            if "numpy" not in worker.names:
-                worker.process.wait(60)
+            worker.process.wait(60)
         judge = cast(Judging, SimpleNamespace(answers={}, rows=None))
         with pytest.raises(Unusable, match="sees no GPU on this machine"):
             workers.run(case, [Setting("chapter", "model", "float32")], judge, tmp_path)
