@@ -323,7 +323,7 @@ def compare(
                     case, ropes = long.shortened(case), ropes[-1:]
                     dtypes = (options.dtype,) if options.dtype else long.dtypes(case)
                 for name in filter(mesh.spread, names):
-                    mesh.check(name, case.config)
+                    mesh.check(name, case.config, options.dtype)
                 settings = [Setting(name, rope, dtype) for name in case.inputs for rope in ropes for dtype in dtypes]
                 case = case.rounded(dtypes[-1])
                 judging = long.RowJudging if long.is_long(case) else Judging

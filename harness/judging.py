@@ -52,7 +52,6 @@ from harness.runners import (
     PROBES,
     REFERENCES,
     Setting,
-    devices,
     fetch,
     ours,
     probe_cases,
@@ -298,8 +297,7 @@ class Judging:
             return probes.judge(trace, self.answers[setting.input], expected)
         if comparison.gate == "local":
             _, inputs, d_output = self.case.arrays(setting.input, setting.rope, "float64")
-            rounding = ROUNDING[setting.dtype]._replace(parts=devices(name))
-            return local.judge(trace, self.factors, inputs, d_output, self.case.config, rounding)
+            return local.judge(trace, self.factors, inputs, d_output, self.case.config, ROUNDING[setting.dtype])
         if comparison.gate == "structure":
             findings = self._structure(trace, truth, setting, expected)
             if name in LIBRARIES or not ours(name):

@@ -12,7 +12,6 @@ import contextlib
 import functools
 import itertools
 import json
-import math
 import os
 import queue
 import re
@@ -66,11 +65,6 @@ def ours(name: str) -> bool:
     """Whether this project runs it, perhaps with a bug planted ("numpy:eps_1e-5"); else it is somebody's own."""
     known = (*IMPLEMENTATIONS, *LIBRARIES, *TILED, *CACHED, *REFERENCES)
     return name.partition(":")[0] in known or name.partition("@")[0] in SPREAD
-
-
-def devices(name: str) -> int:
-    """Over how many devices an implementation is spread."""
-    return math.prod(int(n) for n in re.findall(r"(?:batch|sequence|heads)=(\d+)", name.partition(":")[0]))
 
 
 def shown(name: str, entries: Sequence[str] = NAMES) -> list[str]:

@@ -288,6 +288,7 @@ def test_a_process_that_dies_or_hangs_ends_its_run_and_nothing_is_left(tmp_path,
 def test_the_command_refuses_a_plan_in_one_line(tmp_path, weights):
     for arguments, says in (
         (["--mesh", "heads=3"], "error: jax@heads=3: 16 query heads cannot be divided among 3 devices"),
+        (["--mesh", "heads=2", "--dtype", "bfloat16"], "error: --dtype bfloat16: jax@heads=2 is judged in float64 and"),
         (["--mesh", "rows=3"], "error: --mesh rows=3: 'rows=3' is no axis of jax's mesh"),
         (["--world-size", "0"], "error: --world-size heads=0: 'heads=0' needs a whole number"),
         (["--impl", "jax@heads=2:eps_1e-5"], "error: --impl jax@heads=2:eps_1e-5: no such implementation"),

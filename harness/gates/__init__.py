@@ -30,13 +30,11 @@ _LETTERS = {stage.name: stage.shape for stage in STAGES}
 
 class Rounding(NamedTuple):
     """How a run rounds: by at most `unit` relative in its arithmetic, and in a dtype shorter than float32 by `stored`
-    wherever a value is kept between operations, or by `least` absolute where it is too small for that. Spread over
-    devices, each of `parts` keeps its part of a sum, before they are added."""
+    wherever a value is kept between operations, or by `least` absolute where it is too small for that."""
 
     unit: float
     stored: float = 0.0
     least: float = 0.0
-    parts: int = 1
 
     @property
     def bits(self) -> float:

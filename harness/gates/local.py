@@ -160,7 +160,7 @@ def _judge_weight(name: str, value: Array, stages: "Stages") -> list[Finding]:
     left, right = stages.factors(name)
     worst, where, total = -1.0, (0, 0), 0.0
     for start in range(0, len(value), 64):
-        local = in_parts(name, stages.d_weight(left[start : start + 64], right), stages.rounding)
+        local = stages.d_weight(left[start : start + 64], right)
         error = np.abs(np.asarray(value[start : start + 64], np.float64) - local.value)
         bound, floor = local.allowed(stages.rounding)
         ratio = error / bound
@@ -175,19 +175,7 @@ def _judge_weight(name: str, value: Array, stages: "Stages") -> list[Finding]:
 
 
 def _judge(name: str, value: Array, stages: "Stages") -> list[Finding]:
-    local = in_parts(name, EQUATIONS[name](stages), stages.rounding)
-    return measured(name, value, local, stages.rounding, stages.seen)
-
-
-def in_parts(name: str, local: Local, rounding: Rounding) -> Local:
-    """A sum over heads or tokens of a layer spread over g devices, of which each rounds its part to a shorter dtype.
-
-    The parts are together at most Σ |terms| ≤ bound / (n u), and so is each of the g − 1 sums of them.
-    """
-    if rounding.parts == 1 or not (name in ("output", "d_hidden_states", "d_k_rope", "d_v_proj") or "." in name):
-        return local
-    stored = np.abs(local.value) if local.stored is None else local.stored
-    return local._replace(stored=stored + rounding.parts * local.bound / (local.n * rounding.unit))
+    return measured(name, value, EQUATIONS[name](stages), stages.rounding, stages.seen)
 
 
 def measured(name: str, value: Array, local: Local, rounding: Rounding, seen: Array | None = None) -> list[Finding]:
