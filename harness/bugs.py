@@ -95,6 +95,7 @@ _ROPE = "return x * cos_BTH[:, :, None] + rotate_half(x) * sin_BTH[:, :, None]"
 _HALVES = "x1, x2 = np.split(x, 2, axis=-1)\n    return np.concatenate([-x2, x1], axis=-1)"
 _MASK = "np.where(np.tri(T, S, dtype=bool), 0, -np.inf)"
 _MIX = "return (a_BNTS @ v_BSNH.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)"
+_SOFTMAX = "e_BNTS = np.exp(z_BNTS - z_BNTS.max(axis=-1, keepdims=True))\n    return e_BNTS / e_BNTS.sum(axis=-1, keepdims=True)"
 _JACOBIAN = "a * (d_a - np.sum(a * d_a, axis=-1, keepdims=True))"
 
 BUGS: tuple[Bug, ...] = (
@@ -196,10 +197,10 @@ BUGS: tuple[Bug, ...] = (
     Bug("softmax_plus_1e-6", "softmax", "1e-6 added to the softmax's denominator (eq. 3.6)", "probs", "e_BNTS.sum(axis=-1, keepdims=True)", "(e_BNTS.sum(axis=-1, keepdims=True) + 1e-6)"),
     Bug("softmax_plus_one", "softmax", "1 added to the softmax's denominator (eq. 3.6)", "probs", "e_BNTS.sum(axis=-1, keepdims=True)", "(e_BNTS.sum(axis=-1, keepdims=True) + 1)"),
     Bug("softmax_base_2", "softmax", "a softmax with 2 in place of e (eq. 3.6)", "probs", "np.exp(z_BNTS", "np.exp2(z_BNTS"),
-    Bug("softmax_over_heads", "softmax", "a softmax over the heads (eq. 3.6)", "probs", "e_BNTS.sum(axis=-1, keepdims=True)", "e_BNTS.sum(axis=1, keepdims=True)"),
+    Bug("softmax_over_heads", "softmax", "a softmax over the heads (eq. 3.6)", "probs", _SOFTMAX, _SOFTMAX.replace("axis=-1", "axis=1")),
     Bug("softmax_not_normalised", "softmax", "a softmax without its denominator (eq. 3.6)", "probs", "return e_BNTS / e_BNTS.sum(axis=-1, keepdims=True)", "return e_BNTS"),
     Bug("scores_soft_capped", "softmax", "scores capped by 50 tanh(s / 50), as Gemma 2 does (eq. 3.5)", "scores", 'observe("scores", scores(qr_BTNH, share(kr_BSKH, G)))', 'observe("scores", 50 * np.tanh(scores(qr_BTNH, share(kr_BSKH, G)) / 50))'),
-    Bug("softmax_over_queries", "softmax", "a softmax over the query axis (eq. 3.6)", "probs", "e_BNTS.sum(axis=-1, keepdims=True)", "e_BNTS.sum(axis=-2, keepdims=True)", ("numpy", "jax")),
+    Bug("softmax_over_queries", "softmax", "a softmax over the query axis (eq. 3.6)", "probs", _SOFTMAX, _SOFTMAX.replace("axis=-1", "axis=-2")),
 
     # ------------------------------------------------------------------------------------------------------- positions
     Bug("last_key_stale", "positions", "the last key replaced by the one before, as from a stale cache (eq. 3.2)", "k_rope", "rope(kn_BSKH, cos_BTH, sin_BTH)", "last_repeated(rope(kn_BSKH, cos_BTH, sin_BTH))"),
@@ -310,6 +311,7 @@ BUGS += (
     _port("jax", "eps_1e-5", "self.config.num_key_value_heads, self.config.rms_norm_eps", "self.config.num_key_value_heads, 1e-5"),
     _port("jax", "rope_interleaved", "x1, x2 = jnp.split(x, 2, axis=-1)\n    return jnp.concatenate([-x2, x1], axis=-1)", "return jnp.stack([-x[..., 1::2], x[..., ::2]], axis=-1).reshape(x.shape)"),
     _port("jax", "mask_too_weak", "0, -jnp.inf)", "0, -10.0)"),
+    _port("jax", "softmax_over_queries", "x_BNTS.max(axis=-1, keepdims=True)))\n    return (e_BNTS / e_BNTS.sum(axis=-1, keepdims=True))", "x_BNTS.max(axis=-2, keepdims=True)))\n    return (e_BNTS / e_BNTS.sum(axis=-2, keepdims=True))"),
     _port("jax", "softmax_without_max", "jnp.exp(x_BNTS - jax.lax.stop_gradient(x_BNTS.max(axis=-1, keepdims=True)))", "jnp.exp(x_BNTS)"),
     _port("jax", "scores_bfloat16", 'observe("scores", scores(qr_BTNH, share(kr_BSKH, G)))', 'observe("scores", scores(qr_BTNH, share(kr_BSKH, G)).astype(jnp.bfloat16).astype(qr_BTNH.dtype))'),
     _port("jax", "jacobian_without_rank_one_term", "/ e_BNTS.sum(axis=-1, keepdims=True)", "/ jax.lax.stop_gradient(e_BNTS.sum(axis=-1, keepdims=True))"),
@@ -351,6 +353,7 @@ BUGS += (
     Bug("o_bias_on_every_device", "biases", "b_O added on every device, before the all-reduce (eq. 3.12)", "output", f"plus({_PSUM}, b_D)", 'jax.lax.psum(plus(value, b_D), "heads")', ("jax-mesh",)),
     _spread("torch-mesh", "heads_on_wrong_device", "W_Q's heads each on its neighbour's device (eq. 3.1)", "q_proj", "distribute_tensor(value, mesh,", 'distribute_tensor(value.detach().roll((self.name == "q_proj") * (len(value) // mesh.size()), 0), mesh,'),
     _spread("torch-mesh", "all_reduce_missing", "the output of the first device's heads alone, without the all-reduce (eq. 3.12)", "output", _REDUCED, "DTensor.from_local(value.to_local(), value.device_mesh, [Replicate()])"),
+    _spread("torch-mesh", "reduced_to_first_device", "the output added up on the first device alone, not on all (eq. 3.12)", "output", _REDUCED, f"(lambda whole: DTensor.from_local(whole if value.device_mesh.get_rank() == 0 else value.to_local(), value.device_mesh, [Replicate()]))({_REDUCED}.to_local())"),
     _spread("torch-mesh", "all_reduce_twice", "the output added up over the devices twice (eq. 3.12)", "output", _REDUCED, f"DTensor.from_local({_REDUCED}.to_local(), value.device_mesh, value.placements).redistribute(placements=[Replicate()])"),
 )
 # fmt: on

@@ -28,6 +28,7 @@ from harness import artifact, bugs, environment, exchange, long, mesh
 from harness.case import BadInput, alive, open_tensors
 from harness.document import Layer, assemble, conclude
 from harness.export import Arguments, add_case_arguments, check_layers, command, open_cases, print_any_text
+from harness.gates import whole
 from harness.judging import LAYER, Judging
 from harness.report import render
 from harness.report.console import Progress, make_console
@@ -42,6 +43,7 @@ from harness.runners import (
     Unusable,
     give_way,
     ours,
+    shown,
     trace_file,
 )
 from harness.workers import Limits, Ran, ReferenceFailed, Workers
@@ -244,12 +246,11 @@ def print_list() -> int:
 def check_options(options: argparse.Namespace) -> None:
     """Raises BadInput for an implementation that there is not, and for limits that nothing could keep."""
     for name in options.impl:
-        framework, _, bug = name.partition(":")
-        if "@" in name:
-            framework = f"{mesh.parse(name).framework}-mesh"
-        planted = framework in PLANTED and bug in bugs.names(framework)
-        if not (planted if bug else "@" in name or name in NAMED):
-            near = difflib.get_close_matches(name, [*NAMED, *(f"{framework}:{each}" for each in bugs.names(framework))])
+        framework, colon, bug = name.partition(":")
+        page = f"{mesh.parse(name).framework}-mesh" if "@" in name else framework
+        planted = page in PLANTED and bug in bugs.names(page)
+        if not (planted if colon else "@" in name or name in NAMED):
+            near = difflib.get_close_matches(name, [*NAMED, *(f"{framework}:{each}" for each in bugs.names(page))])
             hint = f" Did you mean {near[0]}?" if near else ""
             raise BadInput(
                 f"--impl {name}: no such implementation; there are {', '.join(NAMED)} (--list shows the planted bugs, "
@@ -376,7 +377,7 @@ def rejudge(options: argparse.Namespace, command: str) -> dict[str, Any]:
             wanted |= {name: made["sha256"] for name, made in old["inputs"].items()}
             if case.layer not in old["layers"] or wanted != case.sha256:
                 raise BadInput(
-                    f"--rejudge {options.rejudge}: its traces are of another case; choose it as its run did: "
+                    f"--rejudge {options.rejudge}: its traces are of another case; choose it by its run's flags: "
                     f"{old['command']}"
                 )
             case = case.rounded(rounded[-1] if rounded else "float64")
@@ -394,6 +395,11 @@ def rejudge(options: argparse.Namespace, command: str) -> dict[str, Any]:
                 )
             layers.append(conclude(judge, names))
         document = assemble(layers, names, ran, command, traces)
+    for name, entry in document["frameworks"].items():
+        seen = {row["stage"] for row in document["checks"] if row["framework"] == name}
+        lost = [each for each in shown(name, whole(case.config)) if each not in seen] if ours(name) else []
+        entry["not_checked"] += [f"{', '.join(lost)}: not in the saved traces"] if lost else []
+        entry["not_checked"].append("precision, and what is sent between devices: nothing was run")
     return document | {"environment": old["environment"], "reference": old["reference"]}
 
 

@@ -80,7 +80,8 @@ def assemble(layers: Sequence[Layer], names: Sequence[str], ran: Ran, command: s
         entry["exchanged"] = ran.exchanged.get(name)
         entry["not_checked"] = judging.not_checked(name, runs, everything, whole(case.config))
         if (printed := ran.printed.get(name)) and not ours(name):  # Gloo greets
-            entry["not_checked"].append(f"what it prints to standard output ({printed[1]} lines: {printed[0]!r} …)")
+            said = f"({printed[1]} lines: {printed[0][:80]!r} …)"
+            entry["not_checked"].append(f"what it prints to standard output {said}")
         blank = [str(each.case.layer) for each in layers if "text" in case.made and "text" not in each.case.made]
         if blank:
             what = f"the text on layer {', '.join(blank)}"

@@ -24,8 +24,9 @@ HOW = (
     "For each run: read its weights [out, in] and its inputs, compute the layer, and write <run>.safetensors into a "
     "folder of your own with the tensor 'output' [B,T,D], with any stages and gradients (d_ and the name) you have, "
     "by these names and shapes and in the run's dtype. d_output is the gradient at the output. masked_scores is "
-    "compared at the keys that a query may see. Arrays are row-major and contiguous. Then: python -m harness.compare "
-    "--trace FOLDER, with the flags that chose the case."
+    "compared at the keys that a query may see. Where a run's inputs have an attention_mask [B,1,T,S], add it to the "
+    "scores: the triangle and the padding are in it, and rows of padding are not compared. Arrays are row-major and "
+    "contiguous. Then: python -m harness.compare --trace FOLDER, with the flags that chose the case."
 )
 
 
@@ -34,7 +35,8 @@ EQUATIONS = {
     "q_norm": "w * x / sqrt(mean(x^2) + rms_norm_eps), over each head by itself; k_norm alike",
     "q_rope": "x * cos + rot(x) * sin with rot([x1, x2]) = [-x2, x1] of the two halves of a head; k_rope alike",
     "scores": "q . k / sqrt(H); query head n reads key/value head n // G",
-    "masked_scores": "scores where key <= query, else -infinity (or any number that no score comes near)",
+    "masked_scores": "scores where key <= query, else -infinity (or any number that no score comes near); "
+    "scores + attention_mask where the inputs have one",
     "probs": "softmax of a row",
     "heads": "probs V",
     "output": "heads, concatenated, times W_O^T, plus o_proj.bias if there is one",
@@ -78,6 +80,7 @@ def write_files(case: Case, dtypes: Sequence[str], folder: Path) -> list[Path]:
             probe_file(folder, setting.input).unlink()
 
     B, T, _ = next(iter(case.inputs.values()))["hidden_states"].shape
+    padded = any("attention_mask" in arrays for arrays in case.inputs.values())
     shapes, axes = weight_shapes(case.config), WEIGHTS | BIASES
     document = {
         "how": HOW,
@@ -87,7 +90,8 @@ def write_files(case: Case, dtypes: Sequence[str], folder: Path) -> list[Path]:
             "cos": "[B,T,H]",
             "sin": "[B,T,H]",
             "d_output": "[B,T,D], the gradient at the output",
-        },
+        }
+        | ({"attention_mask": "[B,1,T,S], added to the scores; the probes have none"} if padded else {}),
         "equations": EQUATIONS,
         "config": asdict(case.config),
         "sizes": case.config.sizes() | {"B": B, "T": T, "S": T},

@@ -282,8 +282,9 @@ class Judging:
         except NotChecked as why:
             findings, reason = [], str(why)
         largest = mean = math.inf
-        if "output" in own and own["output"].shape == other["output"].shape and own["output"].size:
-            largest, mean = apart(own["output"], other["output"], seen)
+        output = own.get("output", np.empty(0))
+        if output.ndim == 3 and output.size and output.shape == other["output"].shape:
+            largest, mean = apart(output, other["output"], seen)
         for key in keys:
             self._release(key)
         return judged_as(findings, largest, mean, reason)
@@ -546,6 +547,8 @@ def not_checked(
     """What no gate saw of an implementation, in words; `runs` are the layers and settings that were asked for,
     `entries` those of a whole trace."""
     said = [] if (words := _unseen(name, results, entries)) is None else [words]
+    if not ours(name) and (alone := _alone(name, results)):
+        said.append(f"local: {', '.join(alone)}: what they are computed from was not returned")
     made = {(result.layer, result.comparison) for result in results}
     mine = [each for each in results if each.comparison.name == name and each.not_checked]
     gates = {"structure": {"float64"}, "local, tolerance": ROUNDING.keys() - {"float64"}, "probes": {"float32"}}
@@ -563,6 +566,16 @@ def not_checked(
     if name in REFERENCES:
         said.append("probes: they are for what is compared with Hugging Face's layer")
     return [*said, *dict.fromkeys(f"{each.comparison.gate}: {each.not_checked}" for each in mine)]
+
+
+def _alone(name: str, results: Iterable[Judged]) -> list[str]:
+    """The stages and gradients that somebody's own implementation returned, but not with what gate L needs for them."""
+    stages: dict[str, set[str]] = {"local": set(), "tolerance": set()}
+    for result in results:
+        if result.comparison.name == name and result.comparison.gate in stages:
+            stages[result.comparison.gate] |= {finding.stage for finding in result.findings}
+    returned = stages["tolerance"] - stages["local"]
+    return [stage for stage in EQUATION if stage in returned and stages["tolerance"] != {"output"}]
 
 
 def _unseen(name: str, results: Iterable[Judged], entries: Sequence[str]) -> str | None:

@@ -11,19 +11,22 @@ All of them compute every run together; what it is given, the first one sends th
 """
 
 import functools
+import json
 import math
 import os
-import pickle
 import re
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
+from safetensors.numpy import load as load_tensors
+from safetensors.numpy import save
 
 from harness.case import BadInput
 from harness.environment import nvidia
@@ -123,7 +126,7 @@ class Joined(NamedTuple):
 
     run: Callable[..., Trace]
     exchanged: Callable[..., Exchanged]
-    tell: Callable[[Any], Any]  # what the first process gives it, in every one
+    tell: Callable[[bytes], bytes]  # what the first process gives it, in every one
     accelerator: str | None = None
 
 
@@ -142,7 +145,8 @@ def load(name: str, device: str) -> Joined:
     group = join(plan, device)
 
     def everywhere(what: str, *given: Any) -> Any:
-        group.tell((what, given))
+        if plan.processes > 1:
+            group.tell(packed(what, *given))
         return getattr(group, what)(*given)
 
     return group._replace(
@@ -212,12 +216,9 @@ def _join_jax(plan: Plan, device: str) -> Joined:
     enough(plan, len(devices), device)
     mesh = jax_mesh.make_mesh(devices, **plan.axes)
 
-    def tell(value: Any) -> Any:
-        if plan.processes == 1:
-            return value
-        data = np.frombuffer(pickle.dumps(value), np.uint8)
-        size = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
-        return pickle.loads(multihost_utils.broadcast_one_to_all(np.resize(data, size)).tobytes())
+    def tell(message: bytes) -> bytes:
+        size = int(multihost_utils.broadcast_one_to_all(np.int32(len(message))))
+        return bytes(multihost_utils.broadcast_one_to_all(np.resize(np.frombuffer(message, np.uint8), size)).tobytes())
 
     def exchanged(weights: Trace, inputs: Trace, d_output: Array, config: AttentionConfig) -> Exchanged:
         B, T = d_output.shape[:2]
@@ -245,10 +246,12 @@ def _join_torch(plan: Plan, device: str) -> Joined:
     mesh = init_device_mesh(place, (plan.processes,), mesh_dim_names=("heads",))
     words = distributed.new_group(backend="gloo")
 
-    def tell(value: Any) -> Any:
-        box = [value]
-        distributed.broadcast_object_list(box, src=0, group=words)
-        return box[0]
+    def tell(message: bytes) -> bytes:
+        size = torch.tensor(len(message))
+        distributed.broadcast(size, src=0, group=words)
+        data = torch.from_numpy(np.resize(np.frombuffer(message, np.uint8), int(size)))
+        distributed.broadcast(data, src=0, group=words)
+        return bytes(data.numpy().tobytes())
 
     kind = torch.cuda.get_device_name() if place == "cuda" else None
     run = functools.partial(torch_mesh.run, mesh=mesh)
@@ -276,8 +279,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     while True:
-        what, given = group.tell(None)
+        what, given = unpacked(group.tell(b""))
         getattr(group, what)(*given)
+
+
+def packed(what: str, weights: Trace, inputs: Trace, d_output: Array, config: AttentionConfig) -> bytes:
+    """What the first process runs, as the bytes of a safetensors file."""
+    named = {f"weights {name}": value for name, value in weights.items()}
+    named |= {f"inputs {name}": value for name, value in inputs.items()} | {"d_output": d_output}
+    arrays = {name: np.ascontiguousarray(value) for name, value in named.items()}
+    return save(arrays, {"what": what, "config": json.dumps(asdict(config))})
+
+
+def unpacked(message: bytes) -> tuple[str, tuple[Trace, Trace, Array, AttentionConfig]]:
+    """What `packed` has packed."""
+    arrays = load_tensors(message)
+    size = int.from_bytes(message[:8], "little")
+    metadata = json.loads(message[8 : 8 + size])["__metadata__"]
+    weights, inputs = (
+        {name.removeprefix(kind): value for name, value in arrays.items() if name.startswith(kind)}
+        for kind in ("weights ", "inputs ")
+    )
+    config = AttentionConfig(**json.loads(metadata["config"]))
+    return metadata["what"], (weights, inputs, arrays["d_output"], config)
 
 
 # ------------------------------------------------------------------------------------------------- what they exchange

@@ -417,7 +417,7 @@ class Worker:
 def ended(code: int, log: BinaryIO) -> str:
     """How a process ended, in words, with the last line of what it wrote."""
     log.seek(0)
-    last = (log.read().decode(errors="replace").strip().splitlines() or [""])[-1]
+    last = (log.read().decode(errors="replace").strip().splitlines() or [""])[-1][:500]
     how = f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with status {code}"
     return f"{how}{': ' * bool(last)}{last}"
 
@@ -576,7 +576,7 @@ def trace_file(name: str, layer: int, setting: Setting) -> str:
 
 def one_line(error: Exception) -> str:
     """An exception in one line."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:500]}"
 
 
 def jobs_asked() -> "queue.SimpleQueue[str]":

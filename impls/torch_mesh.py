@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
@@ -63,7 +63,17 @@ def run(
     """d_output [B,T,D]  ->  every stage, and the gradient of every stage, of every weight and of the hidden states."""
     layer, (x_BTD, cos_BTH, sin_BTH, mask_B1TS, d_BTD) = spread(weights, inputs, d_output, config, mesh)
     traced = differentiate(layer, x_BTD, cos_BTH, sin_BTH, mask_B1TS, d_BTD, summed)
-    return {name: array(value.full_tensor()) for name, value in traced.items()}
+    return {name: array(whole(value)) for name, value in traced.items()}
+
+
+def whole(value: DTensor) -> Tensor:
+    """All of a tensor. Where every device holds all of it, that of the first whose copy is another than the rest."""
+    full = value.full_tensor().detach().contiguous()
+    if not all(placement.is_replicate() for placement in value.placements):
+        return full
+    copies = [torch.empty_like(full) for _ in range(value.device_mesh.size())]
+    distributed.all_gather(copies, full, group=value.device_mesh.get_group())
+    return next((copy for copy in copies if not torch.equal(copy.nan_to_num(), full.nan_to_num())), full)
 
 
 def spread(

@@ -100,6 +100,21 @@ def wide(weights, inputs, config):
 def misshapen(weights, inputs, config):
     return output(weights, inputs, config)[:, :-1]
 
+def flat(weights, inputs, config):
+    return output(weights, inputs, config).ravel()
+
+def number(weights, inputs, config):
+    return output(weights, inputs, config).dtype.type(1)
+
+def lonely(weights, inputs, config):
+    """A stage without what it is computed from."""
+    trace = stages(weights, inputs, config)
+    return {name: trace[name] for name in ("q_norm", "output")}
+
+def long_line(weights, inputs, config):
+    print("x" * 10_000)
+    return output(weights, inputs, config)
+
 def unknown(weights, inputs, config):
     return {"output": output(weights, inputs, config), "q_magic": np.ones(3, np.float32)}
 
@@ -219,13 +234,27 @@ def verdicts(folder):
     return frameworks, rows, done.stdout
 
 
-RIGHT = ["stages", "output", "single", "single_inside", "no_float64", "lazy_jax", "torch_tensor", "prints", "forks"]
+RIGHT = [
+    "stages",
+    "output",
+    "single",
+    "single_inside",
+    "no_float64",
+    "lazy_jax",
+    "torch_tensor",
+    "prints",
+    "forks",
+    "lonely",
+    "long_line",
+]
 WRONG = {
     "late": "output: .* Likely cause: RMSNorm applied after RoPE",
     "writes": "cos, k_norm.weight: It writes into what it is given: cos, k_norm.weight.",
     "nan": "output: It holds NaN or infinity",
     "wide": "output: It is not float32",
     "misshapen": "output: It has another shape",
+    "flat": "output: It has another shape",
+    "number": "output: It has another shape|TypeError",
     "unknown": "q_magic: It is no stage of the layer",
     "lacking": "output: It was not returned",
     "integers": "TypeError: output holds int64 numbers",
@@ -248,11 +277,11 @@ def test_correct_functions_match(verdicts, name):
     frameworks, rows, _ = verdicts
     assert frameworks[name]["match"], said(frameworks[name])
     gates = {row["gate"] for row in rows[name]}
-    exact = name in ("stages", "output", "lazy_jax", "torch_tensor", "prints", "forks")
+    exact = name not in ("single", "single_inside", "no_float64")
     assert gates >= {"tolerance", "probes"} and ("structure" in gates) == exact
     assert ("local" in gates) == (name == "stages")
     stages = {row["stage"] for row in rows[name]}
-    assert stages == (set(NAMES) if name == "stages" else {"output"})
+    assert stages == (set(NAMES) if name == "stages" else {"q_norm", "output"} if name == "lonely" else {"output"})
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -272,6 +301,9 @@ def test_what_could_not_be_checked_is_said(verdicts):
     assert "as what computes in float32 inside does" in frameworks["single_inside"]["not_checked"][1]
     assert "TypeError: float32 only" in frameworks["no_float64"]["not_checked"][1]
     assert "what it prints to standard output (16 lines: 'a line' …)" in frameworks["prints"]["not_checked"]
+    assert len(frameworks["long_line"]["not_checked"][-1]) < 200
+    lost = "local: q_norm, output: what they are computed from was not returned"
+    assert lost in frameworks["lonely"]["not_checked"]
     assert "no gradient was shown" in " ".join(out.split())
 
 

@@ -79,6 +79,8 @@ def verdict_table(document: Mapping[str, Any]) -> Table:
     table.caption = f"Difference: {setting['input']} input, {setting['rope']} RoPE, {setting['dtype']}, against "
     table.caption += "Hugging Face's layer. Used: largest share of any tolerance. Structure: worst relative "
     table.caption += "difference in float64, of any stage or gradient."
+    if any(verdict(framework) == DIFFERS for framework in document["frameworks"].values()):
+        table.caption += " What differs may show in another input, RoPE or stage only."
     table.caption_justify, table.caption_style = "left", "dim"
     table.add_column("", overflow="fold", min_width=5)
     for heading in ("max |diff|", "tolerance", "used", "structure", "limit"):
@@ -101,7 +103,10 @@ def verdict_table(document: Mapping[str, Any]) -> Table:
     return table
 
 
-EXCHANGES = "Between devices: what all of them together send, counted from the compiled program's collectives."
+EXCHANGES = (
+    "Between devices: what all of them together send. JAX's is read from its compiled program, PyTorch's is counted as "
+    "it is called; each as a ring sends it."
+)
 
 
 def exchanged(document: Mapping[str, Any]) -> dict[str, dict[str, str]]:
