@@ -250,17 +250,24 @@ def blocks(length: int, most: int) -> list[int]:
 # --------------------------------------------------------------------------------------------------------- matplotlib
 
 
+def matplotlib() -> Any:
+    """The library, imported with all that a drawing needs; it keeps its list of fonts beside the code."""
+    os.environ.setdefault("MPLCONFIGDIR", str(Path(__file__).resolve().parents[2] / ".cache" / "matplotlib"))
+    import matplotlib as library
+    import matplotlib.backends.backend_svg
+    import matplotlib.collections
+    import matplotlib.figure
+
+    return library
+
+
 @contextmanager
 def drawing(width: float, height: float) -> Iterator[tuple[Any, Any]]:
     """A figure of so many pixels, and axes whose unit is one of them, from the upper left corner."""
-    os.environ.setdefault("MPLCONFIGDIR", str(Path(__file__).resolve().parents[2] / ".cache" / "matplotlib"))  # fonts
-    import matplotlib
-    from matplotlib.figure import Figure
-
     settings = {"svg.fonttype": "none", "svg.hashsalt": "attention-check", "text.parse_math": False}
-    with matplotlib.rc_context(settings), warnings.catch_warnings():
+    with (library := matplotlib()).rc_context(settings), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a token's letter that matplotlib's font lacks: the browser has it
-        figure = Figure((width / 72, height / 72), dpi=72, frameon=False)
+        figure = library.figure.Figure((width / 72, height / 72), dpi=72, frameon=False)
         axes = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0))
         axes.set_axis_off()
         yield figure, axes

@@ -103,8 +103,7 @@ def prepare() -> None:
     """Do what takes time and needs no result: import matplotlib, compile the page's template, colour the code."""
     template()
     source(numpy_attention)
-    with figures.drawing(1, 1) as (figure, _):
-        figures.svg(figure, "nothing", "nothing")
+    figures.matplotlib()
 
 
 @functools.cache
