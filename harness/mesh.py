@@ -2,10 +2,16 @@
 
 The name says the framework and how many devices cut each axis (`MESH` in `impls/spec.py`: which letters an axis cuts).
 JAX has its devices in one process, or in several (`processes=2`); PyTorch has one in each. The first process is the
-worker that every implementation has; it starts the others, or waits for those that somebody started on other hosts:
+worker that every implementation has; it starts the others, or waits for those that somebody started on other hosts, by
+the frameworks' own variables (MASTER_ADDR, MASTER_PORT, RANK; JAX_COORDINATOR_ADDRESS, JAX_PROCESS_ID):
 
-    python -m harness.mesh torch@heads=2                with PyTorch's MASTER_ADDR, MASTER_PORT and RANK=1
-    python -m harness.mesh jax@heads=2,processes=2      with JAX's JAX_COORDINATOR_ADDRESS and JAX_PROCESS_ID=1
+    MASTER_ADDR=host0 MASTER_PORT=4000 RANK=1 python -m harness.mesh torch@heads=2 --device gpu          on host 1
+    MASTER_ADDR=host0 MASTER_PORT=4000 python -m harness.compare --world-size 2 --device gpu             on host 0
+
+    JAX_COORDINATOR_ADDRESS=host0:4000 JAX_PROCESS_ID=1 python -m harness.mesh jax@heads=2,processes=2 --device gpu
+    JAX_COORDINATOR_ADDRESS=host0:4000 python -m harness.compare --mesh heads=2,processes=2 --device gpu
+
+Tried: two processes on the loopback of one host, on its CPU (tests/test_mesh.py). Not tried: two hosts, and GPUs.
 
 All of them compute every run together; what it is given, the first one sends through the framework's own collectives.
 """
