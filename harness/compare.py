@@ -278,7 +278,9 @@ def check_options(options: argparse.Namespace) -> None:
 def of_a_run(options: argparse.Namespace) -> dict[str, bool]:
     """The flags that say what to run, and which of them are given."""
     return {
-        "--impl": options.impl != list(IMPLEMENTATIONS),
+        "--impl": [name for name in options.impl if not mesh.spread(name)] != list(IMPLEMENTATIONS),
+        "--mesh": bool(options.mesh),
+        "--world-size": bool(options.world_size),
         "--candidate": bool(options.candidate),
         "--trace": bool(options.trace),
         "--open": options.open,

@@ -320,14 +320,18 @@ def sent(program: str, devices: int) -> dict[str, float]:
     all-gather, a reduce-scatter and an all-to-all (g − 1)/g of the larger side; a permutation sends all.
     """
     total: dict[str, float] = {}
-    for result, what, rest in COLLECTIVE.findall(program):
-        g = _group_size(rest, devices)
-        n = sum(_bytes(*shape) for shape in SHAPE.findall(result))
+    for result, what, start, rest in COLLECTIVE.findall(program):
+        g, shapes = _group_size(rest, devices), SHAPE.findall(result)
+        if start and what != "all-reduce":  # asynchronous, as on a GPU: its result is (operands, results, …)
+            shapes = shapes[1:2] if what == "collective-permute" else shapes[len(shapes) // 2 :]
+        n = sum(_bytes(*shape) for shape in shapes)
         total[what] = total.get(what, 0.0) + devices * share(what, g) * n
     return {what: bytes for what, bytes in total.items() if bytes}
 
 
-COLLECTIVE = re.compile(r"= (\(?\w+\[.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)\((.*)")
+COLLECTIVE = re.compile(
+    r"= (\(?\w+\[.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\((.*)"
+)
 SHAPE = re.compile(r"(\w+?)(\d+)\[([\d,]*)\]")
 
 
@@ -370,8 +374,8 @@ def _exchanged_torch(
 
     totals: list[dict[str, float]] = [{}]
 
-    class Count(TorchDispatchMode):  # type: ignore[misc]
-        def __torch_dispatch__(self, function, types, arguments=(), keywords=None):  # type: ignore[no-untyped-def]
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
             result = function(*arguments, **(keywords or {}))
             name = str(function).removeprefix("_c10d_functional.").partition(".")[0]
             if what := {"all_reduce": "all-reduce", "all_gather_into_tensor": "all-gather"}.get(name):

@@ -470,6 +470,7 @@ def main(arguments: Sequence[str]) -> int:
             before, seconds, after = precision(first, asked), work(job, loaded, say), precision(first, asked)
             for dtype, read in (*before.items(), *after.items()):
                 bits[dtype] = min(read, bits.get(dtype, read))
+            loaded = {name: each._replace(exchanged=None) for name, each in loaded.items()}  # of one layer as of all
             seconds = {name: ready + spent for name, spent in seconds.items()}
             say("done", seconds=seconds, matmul_bits=bits, printed=_lines(printed))
     except (BadInput, Unusable) as error:

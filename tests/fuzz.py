@@ -125,7 +125,7 @@ class Landed:
 def trace() -> bool:
     """Lets the answers to --trace land, and says whether they were used."""
     try:
-        exchange.land(exchange.answers([Path("answers")]), read_case(Path(W)), Landed(), RUNS)  # type: ignore[arg-type]
+        exchange.land(exchange.answers([Path("answers")]), read_case(Path(W)), Landed(), RUNS)
     except BadInput as error:
         assert "\n" not in str(error)
         return False

@@ -201,6 +201,10 @@ def test_what_devices_send_is_what_the_plan_needs(said):
         ("%a = bf16[8]{0} all-gather(%x), replica_groups={}, dimensions={0}", 4 * 0.75 * 16),
         ("%a = f32[8]{0} reduce-scatter(%x), replica_groups={{0,1,2,3}}", 4 * 3 * 32),
         ("%a = f32[8]{0} collective-permute(%x), source_target_pairs={{0,1},{1,0}}", 4 * 32),
+        ("%a = f32[8]{0} all-reduce-start(%x), replica_groups={{0,1,2,3}}", 4 * 1.5 * 32),
+        ("%a = (f32[2]{0}, f32[8]{0}) all-gather-start(%x), replica_groups={{0,1,2,3}}", 4 * 0.75 * 32),
+        ("%a = (f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%x), source_target_pairs={{0,1}}", 4 * 32),
+        ("%a = f32[8]{0} all-reduce-done(%b)", 0),
         ("%a = f32[8]{0} add(%all-reduce, %b)", 0),
     ],
 )
