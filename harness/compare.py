@@ -43,6 +43,7 @@ from harness.runners import (
     Unusable,
     give_way,
     ours,
+    room,
     shown,
     trace_file,
 )
@@ -54,6 +55,10 @@ NAMED = (*IMPLEMENTATIONS, *LIBRARIES, *TILED, *CACHED, "hf-sdpa")
 PLANTED = (*IMPLEMENTATIONS, "jax-mesh", "torch-mesh")
 """What bugs can be planted in: the latter two in jax@… and torch@…."""
 DTYPES = ("float64", "float32")
+RUN, PASSING = ".run-", "attention-check-"
+"""How the folders of a run are named, before its process: in `--out`, and in memory."""
+MEMORY = Path("/dev/shm")
+"""Linux's file system in memory."""
 ROPES = ("neutral", "model")
 DESCRIPTION = """\
 Recompute one attention layer in NumPy, JAX and PyTorch and prove, equation by equation, forward and backward, that
@@ -314,7 +319,9 @@ def compare(
             judges() as (pool, sampler),
             Progress(make_console(), options.quiet) as progress,
             Workers(processes, options.device, Limits(options.time_limit, options.memory_limit), progress) as workers,
+            memory(folder) as passing,
         ):
+            workers.delete(passing)
             prepared = pool.submit(prepare_report)
             (folder / "traces").mkdir()
             names = [*processes, *(here or {}), *traces]
@@ -329,8 +336,8 @@ def compare(
                     mesh.check(name, case.config, options.dtype)
                 settings = [Setting(name, rope, dtype) for name in case.inputs for rope in ropes for dtype in dtypes]
                 case = case.rounded(dtypes[-1])
-                judging = long.RowJudging if long.is_long(case) else Judging
-                judge = judging(case, names, settings, pool, sampler, folder)
+                judging, goes = (long.RowJudging, folder) if long.is_long(case) else (Judging, passing)
+                judge = judging(case, names, settings, pool, sampler, goes)
                 exchange.land(traces, case, judge, settings)
                 workers.run(case, settings, judge, folder, options.keep_all, here)
                 layers.append(conclude(judge, names, {name for layer in layers for name in layer.diagnoses}))
@@ -349,7 +356,7 @@ def let_go(judge: Judging, layers: Sequence[Layer], folder: Path, keep_all: bool
     stays = {folder / "traces"} if keep_all or differs or len(layers) == 1 else set()
     for files in judge.files.values():
         path = Path(files[""])
-        if path.is_relative_to(folder) and path.parent not in stays:
+        if (path.is_relative_to(folder) or path.parent == judge.folder) and path.parent not in stays:
             path.unlink(missing_ok=True)  # of a long case, the layer in float32 has two names
 
 
@@ -447,7 +454,7 @@ def judges() -> Iterator[tuple[Executor, Executor]]:
 
     NumPy's warning of a signalling NaN is not printed: a trace may hold one, and a gate says so.
     """
-    with threadpool_limits(1), warnings.catch_warnings(), threads(2, give_way) as pool, threads(1, give_way) as sampler:
+    with threadpool_limits(1), warnings.catch_warnings(), threads(2, give_way) as pool, threads(2, give_way) as sampler:
         warnings.filterwarnings("ignore", "invalid value encountered in cast", RuntimeWarning)
         yield pool, sampler
 
@@ -467,9 +474,7 @@ def make_folder(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
         with alone(out):
-            for left in out.glob(".run-*"):
-                if not alive(left.name.split("-")[1]):
-                    shutil.rmtree(left, ignore_errors=True)
+            sweep(out, RUN)
             with tempfile.TemporaryFile(dir=out):
                 pass
             for name in ("attention_check.json", "report.html"):
@@ -507,15 +512,49 @@ def alone(out: Path) -> Iterator[None]:
 
 
 @contextmanager
-def scratch(out: Path) -> Iterator[Path]:
-    """A folder inside `out` for this run alone, gone at its end."""
-    folder = Path(tempfile.mkdtemp(prefix=f".run-{os.getpid()}-", dir=out)).resolve()
+def scratch(root: Path, name: str = RUN) -> Iterator[Path]:
+    """A folder inside `root` for this run alone, locked, gone at its end."""
+    folder = Path(tempfile.mkdtemp(prefix=f"{name}{os.getpid()}-", dir=root)).resolve()
     try:
-        yield folder
+        with alone(folder):
+            yield folder
     except BadInput as error:
-        raise BadInput(str(error).replace(str(folder), str(out))) from error
+        raise BadInput(str(error).replace(str(folder), str(root))) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def memory(folder: Path) -> Iterator[Path]:
+    """A folder in memory for what a run writes and deletes again, while there is room; `folder` where there is none."""
+    if not os.access(MEMORY, os.W_OK) or room(MEMORY) < 0:
+        yield folder
+        return
+    sweep(MEMORY, PASSING)
+    with scratch(MEMORY, PASSING) as passing:
+        yield passing
+
+
+def sweep(root: Path, name: str) -> None:
+    """Delete the folders that killed runs left here: of no living process, nor locked by one that is not seen."""
+    for left in root.glob(f"{name}*"):
+        if not alive(left.name.removeprefix(name).split("-")[0]) and not locked(left):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def locked(folder: Path) -> bool:
+    """Whether a run is alone with this folder, perhaps one in another container; or it is another user's."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return True
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    finally:
+        os.close(handle)
+    return False
 
 
 def publish(document: dict[str, Any], folder: Path, out: Path) -> None:
@@ -544,4 +583,5 @@ def publish(document: dict[str, Any], folder: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
+    environment.keep_freed_memory()
     command(main)

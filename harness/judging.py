@@ -163,7 +163,7 @@ class Judging:
         sampler: Executor,
         folder: Path,
     ):
-        self.case, self.settings, self.pool = case, list(settings), pool
+        self.case, self.settings, self.pool, self.folder = case, list(settings), pool, folder
         self.fused = any(name in FUSED or not ours(name) for name in names)
         self.waiting = list(self.comparisons(names, settings))
         self.uses = Counter(key for comparison in self.waiting for key in comparison.traces())
@@ -177,7 +177,7 @@ class Judging:
             setting: sampler.submit(self._sample, setting) for setting in settings if setting.dtype != "float64"
         }
         self.blind = sampler.submit(self._blind_to)
-        self.answers, reasons = probe_cases(case.config, folder) if self.tolerances else ({}, {})
+        self.answers, reasons = probe_cases(case.config, folder, self.fused) if self.tolerances else ({}, {})
         for comparison in [each for each in self.waiting if each.setting.input in reasons]:
             self.skip(comparison, reasons[comparison.setting.input])
 
@@ -208,13 +208,18 @@ class Judging:
 
     @cached_property
     def factors(self) -> dict[str, local.Factor]:
-        """The weights as gate L needs them, made once for all traces."""
+        """The weights in float64 as gate L needs them, made once for all traces."""
         with self.lock:
             return {name: local.factor(value.astype(np.float64)) for name, value in self.case.weights.items()}
 
+    def _given(self, setting: Setting) -> tuple[Trace, Array]:
+        """What an implementation is given in a setting besides the weights, in float64."""
+        return replace(self.case, weights={}).arrays(setting.input, setting.rope, "float64")[1:]
+
     def _sample(self, setting: Setting) -> tolerance.Tolerance:
         """Gate T's noise, from the NumPy reference in float64 as this process has it: unpatched."""
-        weights, inputs, d_output = self.case.arrays(setting.input, setting.rope, "float64")
+        weights = {name: each.value for name, each in self.factors.items()}
+        inputs, d_output = self._given(setting)
         page = numpy_attention.forward, numpy_attention.backward
         rounding = ROUNDING[setting.dtype]
         return tolerance.sample(*page, weights, inputs, d_output, self.case.config, rounding, fused=self.fused)
@@ -238,7 +243,7 @@ class Judging:
             return None
 
     def _structure(self, trace: Trace, truth: Trace, setting: Setting, expected: Collection[str]) -> list[Finding]:
-        inputs = replace(self.case, weights={}).arrays(setting.input, setting.rope, "float64")[1]
+        inputs, _ = self._given(setting)
         return structure.judge(trace, truth, self.case.weights, inputs, self.case.config, expected)
 
     def _tolerance(self, setting: Setting, truth: Trace) -> tolerance.Tolerance:
@@ -297,7 +302,7 @@ class Judging:
         if comparison.gate == "probes":
             return probes.judge(trace, self.answers[setting.input], expected)
         if comparison.gate == "local":
-            _, inputs, d_output = self.case.arrays(setting.input, setting.rope, "float64")
+            inputs, d_output = self._given(setting)
             return local.judge(trace, self.factors, inputs, d_output, self.case.config, ROUNDING[setting.dtype])
         if comparison.gate == "structure":
             findings = self._structure(trace, truth, setting, expected)

@@ -10,11 +10,13 @@ It reads jobs from standard input and writes events to standard output, one line
 
 import contextlib
 import functools
+import gc
 import itertools
 import json
 import os
 import queue
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -93,17 +95,19 @@ PROBES = tuple(Setting(f"probe {name}", "model", "float32") for name in probes.N
 """Runs of gate P: inputs and weights of their own, for the case's geometry."""
 
 
-def probe_cases(config: AttentionConfig, folder: Path) -> tuple[dict[str, probes.Probe], dict[str, str]]:
+def probe_cases(
+    config: AttentionConfig, folder: Path, fused: bool = True
+) -> tuple[dict[str, probes.Probe], dict[str, str]]:
     """The probes for a layer's geometry, their answers by the input of a setting, and why some could not be built.
 
     B = 2 and T = 12, or as many tokens as the hidden size tells apart. What implementations are given is written to
-    `folder`, not kept.
+    `folder`, not kept. `fused`: whether a kernel that keeps no probabilities is among them.
     """
     tokens = max(1, min(12, (config.hidden_size - 1) // 2))
     answers, reasons = {}, {}
     for name in (setting.input for setting in PROBES):
         try:
-            made = probes.build(name.removeprefix("probe "), config, tokens, batch=2)
+            made = probes.build(name.removeprefix("probe "), config, tokens, 2, fused)
         except ValueError as error:
             reasons[name] = str(error)
             continue
@@ -321,6 +325,15 @@ def _device(framework: str, asked: str, has_gpu: bool) -> str:
 # ----------------------------------------------------------------------------------------------------- traces as files
 
 
+SPARE = 4 * 2**30
+"""Bytes of memory that traces leave free."""
+
+
+def room(memory: Path) -> int:
+    """The bytes that traces may take in a file system that lies in memory."""
+    return min(shutil.disk_usage(memory).free, psutil.virtual_memory().available) - SPARE
+
+
 def store(trace: Trace, path: Path, scratch: Path | None) -> dict[str, str]:
     """Write a trace to `path`; its weight gradients, which are large, to `scratch` if given. Returns where they are."""
     large = {name: trace[name] for name in GRADIENTS if name in trace and name.endswith("proj.weight") and scratch}
@@ -376,7 +389,10 @@ class Worker:
         self.listener.start()
 
     def job(self, **fields: Any) -> None:
-        """Send a job: the case's files and hashes, the settings, the folders for what is kept and what is not."""
+        """Send a job: the case's files and hashes, the settings, the folders for what is kept and what is not.
+
+        Or the folder, `passing`, that it is to delete should this process be killed.
+        """
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended, and its exit event says so
             print(json.dumps(fields), file=self.process.stdin, flush=True)
@@ -459,7 +475,8 @@ def main(arguments: Sequence[str]) -> int:
     if names[0] not in REFERENCES:
         give_way()
     try:
-        loaded = {name: load(name, device) for name in names}
+        with without_collecting():
+            loaded = {name: load(name, device) for name in names}
         first = loaded[names[0]]
         bits: dict[str, int] = {}
         ready = time.perf_counter() - started
@@ -487,6 +504,15 @@ def precision(loaded: Loaded, dtypes: Iterable[str] = tuple(SIGNIFICAND)) -> dic
     return {} if loaded.matmul is None else {dtype: matmul_bits(loaded.matmul, dtype) for dtype in dtypes}
 
 
+@contextlib.contextmanager
+def without_collecting() -> Iterator[None]:
+    """Import without looking for garbage, of which there is none: half a million objects come, to stay."""
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
+
+
 def give_way() -> None:
     """Let this thread run after others: transformers takes longest to import, and all wait for the reference."""
     with contextlib.suppress(AttributeError, OSError):  # where threads have no priority of their own
@@ -511,7 +537,7 @@ def work(job: Mapping[str, Any], loaded: Mapping[str, Loaded], say: Callable[...
 
             run = long.runner(name, loaded[name], job["rows"])
         try:
-            trace, written = _run(name, run, given(case, setting, Path(job["scratch"])), case.config)
+            trace, written = _run(name, run, given(case, setting, Path(job["memory"])), case.config)
         except Exception as error:
             if setting.dtype == "float64" and not ours(name):  # it need not
                 say("refused", name=name, setting=setting, error=one_line(error))
@@ -535,7 +561,7 @@ def work(job: Mapping[str, Any], loaded: Mapping[str, Loaded], say: Callable[...
     for name, each in loaded.items():
         if each.exchanged is not None and name in seconds:
             setting = next(s for s in map(Setting._make, job["settings"][::-1]) if s not in PROBES)
-            say("exchanged", name=name, sent=each.exchanged(*given(case, setting, Path(job["scratch"])), case.config))
+            say("exchanged", name=name, sent=each.exchanged(*given(case, setting, Path(job["memory"])), case.config))
     return seconds
 
 
@@ -564,10 +590,15 @@ def _run(
 
 
 def _keep(trace: Trace, name: str, setting: Setting, layer: int, job: Mapping[str, Any]) -> dict[str, str]:
-    """Store a trace: with those that stay (all but float64 ones that are not the truth), or to be judged and go."""
+    """Store a trace: with those that stay (all but float64 ones that are not the truth), or to be judged and go.
+
+    What goes, over a gigabyte in a default run, is kept from the disk while memory has room.
+    """
+    memory = Path(job["memory"])
+    scratch = memory if sum(value.nbytes for value in trace.values()) < room(memory) else Path(job["scratch"])
     stays = job["keep_all"] or (setting not in PROBES and (setting.dtype != "float64" or name == "hf-eager"))
-    path = Path(job["traces"] if stays else job["scratch"]) / trace_file(name, layer, setting)
-    return store(trace, path, None if job["keep_all"] else Path(job["scratch"]))
+    path = (Path(job["traces"]) if stays else scratch) / trace_file(name, layer, setting)
+    return store(trace, path, None if job["keep_all"] else scratch)
 
 
 def trace_file(name: str, layer: int, setting: Setting) -> str:
@@ -581,12 +612,19 @@ def one_line(error: Exception) -> str:
 
 
 def jobs_asked() -> "queue.SimpleQueue[str]":
-    """The lines of standard input. When it ends, the command is gone, and so is this process, whatever it is doing."""
+    """The jobs of standard input, a line each. When it ends, the command is gone, and so is this process, whatever it
+    is doing, and the folder that a line named as "passing"."""
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def read() -> None:
+        passing = []
         for line in sys.stdin:
-            lines.put(line)
+            if folder := json.loads(line).get("passing"):
+                passing.append(folder)
+            else:
+                lines.put(line)
+        for folder in passing:
+            shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)
 
     threading.Thread(target=read, daemon=True).start()

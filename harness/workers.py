@@ -63,6 +63,11 @@ class Workers:
         for worker in self.workers:
             worker.end()
 
+    def delete(self, folder: Path) -> None:
+        """Have the workers delete a folder if this process is killed."""
+        for worker in self.workers:
+            worker.job(passing=str(folder))
+
     def run(
         self,
         case: Case,
@@ -74,7 +79,8 @@ class Workers:
     ) -> None:
         """Have all of them run one case, and hand each trace to the judge as it lands.
 
-        Those `here` run in this process, while the others start.
+        Those `here` run in this process, while the others start. What is not kept is written to the judge's folder, or
+        to this one where that, in memory, has no room.
         """
         paths = {name: str(path) for name, path in case.paths.items()}
         exact = [setting for setting in PROBES if setting.input in judge.answers]
@@ -87,6 +93,7 @@ class Workers:
             "settings": [*settings, *exact],
             "traces": str(folder / "traces" if judge.rows is None else folder),
             "scratch": str(folder),
+            "memory": str(judge.folder),
             "keep_all": keep_all,
             "rows": judge.rows,
         }

@@ -20,6 +20,7 @@ from safetensors.numpy import load_file
 
 from harness import artifact
 from harness.case import seeded_case
+from harness.compare import MEMORY, PASSING
 from impls.spec import AttentionConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -151,6 +152,7 @@ def kill(folder: Path, moment: Moment) -> str:
         moment(folder, process)
         process.kill()
     end(folder)
+    assert not list(MEMORY.glob(f"{PASSING}{process.pid}-*"))
     if whole(folder) != before:
         return "new"
     assert (folder / "artifacts" / "attention_check.json").read_bytes() == bytes_before

@@ -272,7 +272,7 @@ def test_an_implementation_that_ends_before_its_job_says_why(tmp_path: Path) -> 
     with Workers(["torch"], "gpu", Limits(60, 16), quiet) as workers:
         for worker in workers.workers:
             worker.process.wait(60)
-        judge = cast(Judging, SimpleNamespace(answers={}, rows=None))
+        judge = cast(Judging, SimpleNamespace(answers={}, rows=None, folder=tmp_path))
         with pytest.raises(Unusable, match="sees no GPU on this machine"):
             workers.run(case, [Setting("chapter", "model", "float32")], judge, tmp_path)
 

@@ -7,11 +7,26 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jsonschema
+import numpy as np
 import pytest
-from kills import LENGTHS, ROOT, after, after_the_report, belongs, end, fill, finish, kill, prepare, started, whole
+from kills import (
+    LENGTHS,
+    ROOT,
+    after,
+    after_the_layer,
+    after_the_report,
+    belongs,
+    end,
+    fill,
+    finish,
+    kill,
+    prepare,
+    started,
+    whole,
+)
 
-from harness import artifact
-from harness.compare import publish
+from harness import artifact, compare, runners
+from harness.compare import alone, publish, scratch, sweep
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +52,12 @@ def test_two_runs_at_once_do_not_mix(folder: Path) -> None:
     assert len(list((folder / "artifacts" / "traces").iterdir())) == 1
 
 
-MOMENTS = {"at its start": after(0.5), "while it imports": after(2), "as it publishes": after_the_report(0.005)}
+MOMENTS = {
+    "at its start": after(0.5),
+    "while it imports": after(2),
+    "while it judges": after_the_layer(0),
+    "as it publishes": after_the_report(0.005),
+}
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -48,6 +68,39 @@ def test_a_killed_run_leaves_the_old_artifact_or_the_new_one(folder: Path, momen
 def test_a_run_after_them_leaves_nothing_of_them(folder: Path) -> None:
     finish(folder)
     end(folder)
+
+
+def test_what_a_killed_run_left_is_deleted_and_nothing_else(tmp_path: Path) -> None:
+    """Not what belongs to a living process, nor, locked, to one of another container."""
+    gone = subprocess.run(["sh", "-c", "echo $$"], capture_output=True, text=True, check=True).stdout.strip()
+    for name in (f"{gone}-a", f"{gone}-b", f"{os.getpid()}-c"):
+        (tmp_path / f"run-{name}" / "traces").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    with alone(tmp_path / f"run-{gone}-b"):
+        sweep(tmp_path, "run-")
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {f"run-{gone}-b", f"run-{os.getpid()}-c", "other"}
+
+
+@pytest.mark.parametrize("free", [2**62, 0, -1], ids=["much", "none for a trace", "none"])
+def test_what_goes_lies_in_memory_while_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int
+) -> None:
+    """Else on the disk, as what stays does."""
+    for module in (compare, runners):
+        monkeypatch.setattr(module, "room", lambda memory: free)
+    monkeypatch.setattr(compare, "MEMORY", tmp_path / "memory")
+    for name in ("memory", "out"):
+        (tmp_path / name).mkdir()
+    with scratch(tmp_path / "out") as folder, compare.memory(folder) as passing:
+        assert passing.parent.name == ("out" if free < 0 else "memory")
+        job = {"keep_all": False, "memory": str(passing), "scratch": str(folder), "traces": str(tmp_path)}
+        setting = runners.Setting("chapter", "model", "float64")
+        trace = {"output": np.zeros((1, 2, 3)), "d_q_proj.weight": np.zeros((4, 5))}
+        files = runners._keep(trace, "numpy", setting, 0, job)
+        assert {Path(file).parent for file in files.values()} == {passing if free else folder}
+        assert runners.fetch(files).keys() == trace.keys()
+    assert [path.name for path in tmp_path.rglob("*")] in (["memory", "out"], ["out", "memory"])
 
 
 STEPS = """

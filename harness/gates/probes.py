@@ -41,7 +41,8 @@ class Probe(NamedTuple):
     """What an implementation is given, float32, and what it must return, exactly, by the names of a trace.
 
     `allowance`: by how much an entry may differ, in units of its largest magnitude; 0 where it is not named.
-    `fused`: the same for a kernel that keeps no probabilities, divides by their sum at the end and computes them anew.
+    `fused`: the same for a kernel that keeps no probabilities, divides by their sum at the end and computes them anew;
+    empty where no such kernel is to be judged.
     `target` [B,N,T]: the key that each query attends to.
     """
 
@@ -75,8 +76,10 @@ def _size(x: Array) -> Array:
     return np.array(max(x.max(), -x.min()) or 1.0)
 
 
-def build(name: str, config: AttentionConfig, seq_len: int, batch: int = 1) -> Probe:
+def build(name: str, config: AttentionConfig, seq_len: int, batch: int = 1, fused: bool = True) -> Probe:
     """The probe of this name for a layer's geometry, always the same one (with one release of NumPy).
+
+    `fused`: whether a kernel that keeps no probabilities is to be judged by it.
 
     Raises ValueError where there is none: each token takes a hidden dimension for itself, one is kept in reserve, and
     very short heads have too few patterns for many positions.
@@ -89,7 +92,7 @@ def build(name: str, config: AttentionConfig, seq_len: int, batch: int = 1) -> P
         random = np.random.default_rng([NAMES.index(name), seed])
         attention = _attention(name, config, batch, seq_len, random)
         if attention:
-            return _layer(name, config, attention, random)
+            return _layer(name, config, attention, random, fused)
     raise ValueError(f"no probe {name!r} of {seq_len} positions for heads of {config.head_dim}; take fewer positions")
 
 
@@ -301,7 +304,7 @@ def _full(random: Random, *shape: int) -> Array:
 # --------------------------------------------------------------------------------------------------- the layer's answer
 
 
-def _layer(name: str, config: AttentionConfig, plan: _Attention, random: Random) -> Probe:
+def _layer(name: str, config: AttentionConfig, plan: _Attention, random: Random, fused: bool) -> Probe:
     """Weights and inputs that lead to the plan's queries and keys, and what the layer must answer."""
     B, T, _, _ = plan.q_norm.shape
     tokens = _tokens(B * T, config.hidden_size, name == "significand", random)
@@ -332,11 +335,11 @@ def _layer(name: str, config: AttentionConfig, plan: _Attention, random: Random)
         power_of_two = (np.frexp(one)[0] == 0.5).all() and config.rms_norm_eps < U * one.min() ** 2
         if not power_of_two or (expected[path] != np.sign(norm) * one).any():
             raise ValueError(f"probe {name!r}: {path} is not as planned, so that its RMSNorm would round")
-    fused = _fused(expected, weights, tokens.x, d_output, plan.turns, config)
+    late = _fused(expected, weights, tokens.x, d_output, plan.turns, config) if fused else {}
     for entry in (entry for entry in expected if entry.endswith("proj.weight")):  # millions, of no more than 24 bits
         if np.array_equal(single := expected[entry].astype(np.float32), expected[entry]):
             expected[entry] = single
-    return Probe(name, weights, inputs, d_output, expected, _allowance(config), fused, plan.target)
+    return Probe(name, weights, inputs, d_output, expected, _allowance(config), late, plan.target)
 
 
 def _answer(
@@ -386,7 +389,7 @@ def _answer(
     shapes = {name: value.shape for name, value in stages.items()} | weight_shapes(config)
     none = [name for name in whole(config) if name.startswith("d_") and name not in gradients]
     # p (dp − δ) = 0, and all that is computed from it
-    return stages | gradients | {name: np.zeros(shapes[name.removeprefix("d_")]) for name in none}
+    return stages | gradients | {name: np.zeros(shapes[name.removeprefix("d_")], np.float32) for name in none}
 
 
 def _asked(probs: Array, K: int) -> Array:

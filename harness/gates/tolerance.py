@@ -267,7 +267,7 @@ class _Tally:
     def __init__(self, clean: dict[str, Array], noise: "Noise", samples: int):
         self.clean, self.noise, self.samples = clean, noise, samples
         self.keep = noise.d_output.shape[0] * noise.d_output.shape[1] <= 4 * samples
-        self.square = {name: np.zeros_like(value) for name, value in clean.items()}
+        self.square: dict[str, Array] = {}
         self.means: dict[str, list[float]] = {name: [] for name in clean}
         self.kept: dict[str, list[Array]] = {name: [] for name in noise.weight_factors}
 
@@ -295,28 +295,39 @@ class _Tally:
 
     def _add(self, name: str, errors: Array) -> None:
         flat = errors.reshape(len(errors), -1)
-        self.square[name] += np.einsum("ke,ke->e", flat, flat).reshape(self.square[name].shape)
+        square = np.einsum("ke,ke->e", flat, flat).reshape(self.clean[name].shape)
+        if name in self.square:
+            self.square[name] += square
+        else:
+            self.square[name] = square
         self.means[name] += (np.einsum("ke,ke->k", flat, flat) / flat.shape[1]).tolist()
 
     def spreads(self, local: bool = True) -> dict[str, Spread]:
         """σ² = the samples' mean square, smoothed half by its row's mean; `local` adds what the last sum rounds."""
-        spreads = {}
-        for name, square in self.square.items():
-            if self.kept.get(name):
-                variance, means = self._covariance(name)
-            else:
-                variance, means = square / self.samples, np.array(self.means[name] or [0.0])
-            mean = float(np.mean(means))
-            spread = float(np.var(means)) * len(means) / (len(means) - 1)
-            if local and name.endswith(PARAMETER):
-                own = self.noise.weight_variance[name]  # independent from element to element
-                variance, mean = variance + own, mean + float(np.mean(own))
-                spread += 2 * float(np.mean(own**2)) / own.size
-            smooth = _smooth(name, variance, self.noise.seen)
-            spreads[name] = Spread(np.sqrt(smooth).astype(np.float32), mean, spread, self.samples)
-        return spreads
+        return {name: self._spread(name, local) for name in self.clean}
 
-    def _covariance(self, name: str) -> tuple[Array, Array]:
+    def _spread(self, name: str, local: bool) -> Spread:
+        """By rows that stay in the cache: the gradients of weights have millions of elements."""
+        variances, means = self._covariance(name) if self.kept.get(name) else self._mean_square(name)
+        own = self.noise.own_variance(name) if local else None
+        sigma, mean, more = np.empty(self.clean[name].shape, np.float32), float(np.mean(means)), 0.0
+        blocks = [slice(at, at + 64) for at in range(0, len(sigma), 64)] if name in self.kept else [slice(None)]
+        for rows in blocks:
+            variance = variances(rows)
+            if own is not None:  # independent from element to element
+                added = own(rows)
+                variance = variance + added
+                mean += float(np.sum(added)) / sigma.size
+                more += 2 * float(np.sum(added**2)) / sigma.size**2
+            sigma[rows] = np.sqrt(_smooth(name, variance, self.noise.seen))
+        spread = float(np.var(means)) * len(means) / (len(means) - 1)
+        return Spread(sigma, mean, spread + more, self.samples)
+
+    def _mean_square(self, name: str) -> tuple[Callable[[slice], Array], Array]:
+        """The samples' mean square, by rows, and each sample's."""
+        return lambda rows: self.square[name][rows] / self.samples, np.array(self.means[name])
+
+    def _covariance(self, name: str) -> tuple[Callable[[slice], Array], Array]:
         """The samples' variance of a weight's gradient without forming any: Var_ab = Σ_tt' X_ta X_t'a C_b[tt'].
 
         C_b is the samples' covariance over tokens of the noisy factor's column b. Also each sample's mean square.
@@ -326,11 +337,11 @@ class _Tally:
         errors = np.concatenate(self.kept[name])  # [K, BT, columns]
         tokens = len(exact)
         covariance = np.einsum("ktb,kub->tub", errors, errors, optimize=True) / len(errors)
-        pairs = (exact[:, None, :] * exact[None, :, :]).reshape(tokens**2, -1)
-        variance = covariance.reshape(tokens**2, -1).T @ pairs  # [columns of noisy, columns of exact]
+        pairs = exact[:, None, :] * exact[None, :, :]
+        factors = [x.reshape(tokens**2, -1) for x in ((pairs, covariance) if noisy == "heads" else (covariance, pairs))]
         gram = exact @ exact.T
-        means = np.einsum("ktb,tu,kub->k", errors, gram, errors, optimize=True) / variance.size
-        return (variance.T if noisy == "heads" else variance), means
+        means = np.einsum("ktb,tu,kub->k", errors, gram, errors, optimize=True) / self.clean[name].size
+        return (lambda rows: factors[0][:, rows].T @ factors[1]), means
 
 
 def _smooth(name: str, variance: Array, seen: Array) -> Array:
@@ -381,7 +392,11 @@ class Noise:
             return
         self.d_output = d_output
         self.weight_factors = self._weight_factors()
-        self.weight_variance = {name: self._weight_variance(name) for name in clean if name.endswith(PARAMETER)}
+        self.weight_variance = {
+            name: self._weight_variance(name)
+            for name in clean
+            if name.endswith(PARAMETER) and name not in self.weight_factors
+        }
         self._forward()
         self._backward()
         self._recomputed()
@@ -554,7 +569,7 @@ class Noise:
             else:
                 self.stored[name] = np.sqrt(variance)
 
-        for name in ("probs", "heads", "d_heads", "d_probs", "d_masked_scores", *self.weight_factors, *self.biases):
+        for name in ("probs", "heads", "d_heads", "d_probs", "d_masked_scores", *self.biases):
             kept(name)
         for name, bias in zip(("q_proj", "k_proj", "v_proj", "output"), BIASES, strict=True):
             product = [(t[name] - w[bias].reshape(t[name].shape[2:])) ** 2] if self.biases else []
@@ -594,12 +609,25 @@ class Noise:
         }
         return factors | {"d_o_proj.weight": (self.d_output.reshape(rows, -1), t["heads"].reshape(rows, -1), "heads")}
 
+    def own_variance(self, name: str) -> Callable[[slice], Array] | None:
+        """What the sum over batch and positions adds of its own to rows of a parameter's gradient; None of others."""
+        if name in self.weight_variance:
+            return lambda rows: self.weight_variance[name][rows]
+        if name not in self.weight_factors:
+            return None
+        left, right, _ = self.weight_factors[name]
+        right2, shorter, least = right**2, self.rounding.stored**2 / 3, self.rounding.least**2 / 3
+
+        def own(rows: slice) -> Array:
+            y = self.t[name][rows]
+            variance = self.product(y, left[:, rows].T ** 2 @ right2, len(left))
+            return variance + shorter * y**2 + least if shorter else variance
+
+        return own
+
     def _weight_variance(self, name: str) -> Array:
-        """What the sums over batch and positions add of their own."""
+        """What the sums over batch and positions add of their own, of norms' weights and of biases."""
         y = self.t[name]
-        if name in self.weight_factors:
-            left, right, _ = self.weight_factors[name]
-            return self.product(y, left.T**2 @ right**2, len(left))
         if name in self.biases:
             d_y, n = self.t.get(name.removesuffix(".bias"), self.d_output), self.d_output.shape[0] * self.T
             return self.h * ((n / 3 + 1) * y**2 + n / 6 * np.sum(d_y**2, axis=(0, 1)).ravel())
