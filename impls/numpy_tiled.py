@@ -166,11 +166,13 @@ def backward(d_y_BTD: Float[Array, "B T D"], cache: Cache, observe: Observe = ke
     d_kn = observe("d_k_norm", by_tokens(rope_backward, (K, H), d_kr, cos, sin))
     d_q = observe("d_q_proj", by_tokens(partial(rms_norm_backward, w_H=w_qn, eps=eps), (N, H), d_qn, q))
     d_k = observe("d_k_proj", by_tokens(partial(rms_norm_backward, w_H=w_kn, eps=eps), (K, H), d_kn, k))
-    d_x = by_tokens(partial(project_backward, w_ND=w_q), (D,), d_q)  # undoes 3.1; X was used three times
-    d_x += by_tokens(partial(project_backward, w_ND=w_k), (D,), d_k)
-    d_x += by_tokens(partial(project_backward, w_ND=w_v), (D,), d_v)
 
-    d_x = observe("d_hidden_states", d_x)
+    def undo_projections(d_q: Array, d_k: Array, d_v: Array) -> Array:
+        """X was used three times."""
+        return project_backward(d_q, w_q) + project_backward(d_k, w_k) + project_backward(d_v, w_v)
+
+    d_x = observe("d_hidden_states", by_tokens(undo_projections, (D,), d_q, d_k, d_v))  # undoes 3.1
+    d_w_qn, d_w_kn = (summed(partial(norm_weight_gradient, eps=eps), d, x) for d, x in ((d_qn, q), (d_kn, k)))
     factors = {"q_proj": (d_q, x), "k_proj": (d_k, x), "v_proj": (d_v, x), "o_proj": (d_y_BTD, o)}
     products = dict(zip(factors, on_threads(weight_gradient, factors.values()), strict=True))
     biased = {f"{name}.bias": d for name, (d, _) in factors.items() if f"{name}.bias" in cache["weights"]}
@@ -179,8 +181,8 @@ def backward(d_y_BTD: Float[Array, "B T D"], cache: Cache, observe: Observe = ke
         "d_q_proj.weight": observe("d_q_proj.weight", products["q_proj"]),
         "d_k_proj.weight": observe("d_k_proj.weight", products["k_proj"]),
         "d_v_proj.weight": observe("d_v_proj.weight", products["v_proj"]),
-        "d_q_norm.weight": observe("d_q_norm.weight", norm_weight_gradient(d_qn, q, eps)),
-        "d_k_norm.weight": observe("d_k_norm.weight", norm_weight_gradient(d_kn, k, eps)),
+        "d_q_norm.weight": observe("d_q_norm.weight", d_w_qn),
+        "d_k_norm.weight": observe("d_k_norm.weight", d_w_kn),
         "d_o_proj.weight": observe("d_o_proj.weight", products["o_proj"]),
         **{f"d_{name}": observe(f"d_{name}", bias_gradient(d)) for name, d in biased.items()},
     }
@@ -294,3 +296,9 @@ def by_tokens(function: Callable[..., Array], shape: tuple[int, ...], *arrays: A
 
     on_threads(block, ((tokens,) for tokens in tiles(T, TOKENS)))
     return result
+
+
+def summed(function: Callable[..., Array], *arrays: Array) -> Array:
+    """The function of arrays [B,T,…] that sums over tokens, block by block of tokens."""
+    blocks = (tuple(array[:, tokens] for array in arrays) for tokens in tiles(arrays[0].shape[1], TOKENS))
+    return np.sum(on_threads(function, blocks), axis=0)
