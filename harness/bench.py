@@ -94,6 +94,9 @@ def check_options(options: argparse.Namespace) -> None:
             pass
     except OSError as error:
         raise BadInput(f"--out {options.out}: cannot be written to ({error.strerror}); choose another") from error
+    for name in ("benchmark.json", "benchmark.svg"):
+        if (options.out / name).is_dir():
+            raise BadInput(f"--out {options.out}: {name} is a folder there; choose another")
 
 
 # ------------------------------------------------------------------------------------------------------------------ run

@@ -41,6 +41,7 @@ from harness.runners import (
     Loaded,
     Setting,
     Unusable,
+    delete,
     give_way,
     ours,
     room,
@@ -316,10 +317,10 @@ def compare(
     make_folder(options.out)
     with scratch(options.out) as folder:
         with (
+            memory(folder) as passing,
             judges() as (pool, sampler),
             Progress(make_console(), options.quiet) as progress,
             Workers(processes, options.device, Limits(options.time_limit, options.memory_limit), progress) as workers,
-            memory(folder) as passing,
         ):
             workers.delete(passing)
             prepared = pool.submit(prepare_report)
@@ -345,6 +346,8 @@ def compare(
             run = f"traces/{date.today()}-{folder.name.rpartition('-')[2]}"
             document = assemble(layers, names, workers.ran, command, run)
             prepared.result()
+            if passing != folder:
+                delete(passing)  # while there are workers: they do it if this process is killed now
         write_report(document, folder, options.out)
         publish(document, folder, options.out)
     return document
@@ -521,7 +524,7 @@ def scratch(root: Path, name: str = RUN) -> Iterator[Path]:
     except BadInput as error:
         raise BadInput(str(error).replace(str(folder), str(root))) from error
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        delete(folder)
 
 
 @contextmanager
@@ -539,13 +542,13 @@ def sweep(root: Path, name: str) -> None:
     """Delete the folders that killed runs left here: of no living process, nor locked by one that is not seen."""
     for left in root.glob(f"{name}*"):
         if not alive(left.name.removeprefix(name).split("-")[0]) and not locked(left):
-            shutil.rmtree(left, ignore_errors=True)
+            delete(left)
 
 
 def locked(folder: Path) -> bool:
-    """Whether a run is alone with this folder, perhaps one in another container; or it is another user's."""
+    """Whether a run is alone with this folder, perhaps one in another container; or it is another user's, or none."""
     try:
-        handle = os.open(folder, os.O_RDONLY)
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
         return True
     try:

@@ -382,13 +382,15 @@ def print_any_text() -> None:
 
 def command(main: Callable[[], int]) -> NoReturn:
     """A main() as a process: SIGTERM ends it as Ctrl-C does, and threads that still compute are not waited for."""
+    signals = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
     def interrupt(*_: object) -> None:
+        for each in signals:  # what it cleans up now is not broken off
+            signal.signal(each, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # SIGINT also where a shell's background job ignores it
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), interrupt)
+    for each in signals:  # SIGINT also where a shell's background job ignores it
+        signal.signal(each, interrupt)
     try:
         status = main()
         sys.stdout.flush()

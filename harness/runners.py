@@ -334,6 +334,14 @@ def room(memory: Path) -> int:
     return min(shutil.disk_usage(memory).free, psutil.virtual_memory().available) - SPARE
 
 
+def delete(folder: Path) -> None:
+    """Delete a folder, in which others may be about to write: by another name first, under which none does."""
+    gone = folder.with_name(f"{folder.name}-gone")
+    with contextlib.suppress(OSError):
+        folder.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
 def store(trace: Trace, path: Path, scratch: Path | None) -> dict[str, str]:
     """Write a trace to `path`; its weight gradients, which are large, to `scratch` if given. Returns where they are."""
     large = {name: trace[name] for name in GRADIENTS if name in trace and name.endswith("proj.weight") and scratch}
@@ -613,18 +621,21 @@ def one_line(error: Exception) -> str:
 
 def jobs_asked() -> "queue.SimpleQueue[str]":
     """The jobs of standard input, a line each. When it ends, the command is gone, and so is this process, whatever it
-    is doing, and the folder that a line named as "passing"."""
+    is doing, and the folder that a line named as "passing". What else reads standard input finds it empty."""
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    own = os.fdopen(os.dup(0))  # not sys.stdin, whose lock a forked child would find taken
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
 
     def read() -> None:
         passing = []
-        for line in sys.stdin:
+        for line in own:
             if folder := json.loads(line).get("passing"):
                 passing.append(folder)
             else:
                 lines.put(line)
         for folder in passing:
-            shutil.rmtree(folder, ignore_errors=True)
+            delete(Path(folder))
         os._exit(0)
 
     threading.Thread(target=read, daemon=True).start()

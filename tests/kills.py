@@ -70,6 +70,11 @@ def whole(folder: Path) -> int:
     return int(document["seq_len"])
 
 
+def passing(process: int) -> list[Path]:
+    """What this process has in memory, to be deleted again."""
+    return list(MEMORY.glob(f"{PASSING}{process}-*"))
+
+
 def running(folder: Path) -> list[int]:
     """The processes that work in this folder."""
 
@@ -152,7 +157,7 @@ def kill(folder: Path, moment: Moment) -> str:
         moment(folder, process)
         process.kill()
     end(folder)
-    assert not list(MEMORY.glob(f"{PASSING}{process.pid}-*"))
+    assert not passing(process.pid)
     if whole(folder) != before:
         return "new"
     assert (folder / "artifacts" / "attention_check.json").read_bytes() == bytes_before

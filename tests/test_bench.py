@@ -273,6 +273,15 @@ def test_bad_arguments_are_one_line(
     assert words in captured.err
 
 
+@pytest.mark.parametrize("name", ["benchmark.json", "benchmark.svg"])
+def test_a_folder_in_the_place_of_a_result_is_told_before_anything_is_measured(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).mkdir()
+    assert bench.main(["--out", str(tmp_path)]) == 2
+    assert f"{name} is a folder there" in capsys.readouterr().err
+
+
 def test_an_interrupted_run_leaves_nothing_running_and_the_last_result(tmp_path: Path) -> None:
     (tmp_path / "benchmark.json").write_text("the last one")
     command = [sys.executable, "-m", "harness.bench", "--impl", "numpy", "--seq-len", "2", "--rounds", "5"]

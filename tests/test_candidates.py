@@ -135,6 +135,18 @@ def forks(weights, inputs, config):
         time.sleep(0.1)
     return output(weights, inputs, config)
 
+def starts_a_process(weights, inputs, config):
+    """As a pool of them is, by fork: the child closes standard input, and so needs its lock."""
+    import multiprocessing
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(0.01,))
+    child.start()
+    child.join()
+    return output(weights, inputs, config)
+
+def reads(weights, inputs, config):
+    assert sys.stdin.read() == ""
+    return output(weights, inputs, config)
+
 def empty(weights, inputs, config):
     return output(weights, inputs, config)[:0]
 
@@ -243,6 +255,8 @@ RIGHT = [
     "torch_tensor",
     "prints",
     "forks",
+    "starts_a_process",
+    "reads",
     "lonely",
     "long_line",
 ]

@@ -1,8 +1,10 @@
 """Whatever ends a run, and however many run at once: an artifact and its traces are of one run. See kills.py."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from kills import (
     fill,
     finish,
     kill,
+    passing,
     prepare,
     started,
     whole,
@@ -70,16 +73,36 @@ def test_a_run_after_them_leaves_nothing_of_them(folder: Path) -> None:
     end(folder)
 
 
+SIGNALS = {"term": [signal.SIGTERM], "term twice": [signal.SIGTERM, signal.SIGTERM], "kill": [signal.SIGKILL]}
+
+
+@pytest.mark.skipif(not compare.MEMORY.is_dir(), reason="this system has no file system in memory")
+@pytest.mark.parametrize("signals", SIGNALS)
+def test_nothing_stays_in_memory_of_a_run_that_is_ended_while_it_writes(tmp_path: Path, signals: str) -> None:
+    """Of the default case, whose traces take their time to be written and to be deleted."""
+    command = [sys.executable, "-m", "harness.compare", "--impl", "numpy", "torch", "--quiet", "--out", "artifacts"]
+    with subprocess.Popen(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}) as process:
+        while process.poll() is None and sum(len(list(folder.iterdir())) for folder in passing(process.pid)) < 8:
+            time.sleep(0.01)
+        for each in SIGNALS[signals]:
+            process.send_signal(each)
+            time.sleep(0.03)
+    assert process.returncode == (-signal.SIGKILL if signals == "kill" else 130)
+    end(tmp_path)
+    assert not passing(process.pid)
+
+
 def test_what_a_killed_run_left_is_deleted_and_nothing_else(tmp_path: Path) -> None:
     """Not what belongs to a living process, nor, locked, to one of another container."""
     gone = subprocess.run(["sh", "-c", "echo $$"], capture_output=True, text=True, check=True).stdout.strip()
     for name in (f"{gone}-a", f"{gone}-b", f"{os.getpid()}-c"):
         (tmp_path / f"run-{name}" / "traces").mkdir(parents=True)
     (tmp_path / "other").mkdir()
+    os.mkfifo(tmp_path / f"run-{gone}-d")  # anybody's, where all may write
     with alone(tmp_path / f"run-{gone}-b"):
         sweep(tmp_path, "run-")
     left = {path.name for path in tmp_path.iterdir()}
-    assert left == {f"run-{gone}-b", f"run-{os.getpid()}-c", "other"}
+    assert left == {f"run-{gone}-b", f"run-{os.getpid()}-c", f"run-{gone}-d", "other"}
 
 
 @pytest.mark.parametrize("free", [2**62, 0, -1], ids=["much", "none for a trace", "none"])
