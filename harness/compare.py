@@ -344,10 +344,11 @@ def compare(
                 layers.append(conclude(judge, names, {name for layer in layers for name in layer.diagnoses}))
                 let_go(judge, layers, folder, options.keep_all)
             run = f"traces/{date.today()}-{folder.name.rpartition('-')[2]}"
-            document = assemble(layers, names, workers.ran, command, run)
-            prepared.result()
             if passing != folder:
                 delete(passing)  # while there are workers: they do it if this process is killed now
+            workers.kill()
+            document = assemble(layers, names, workers.ran, command, run)
+            prepared.result()
         write_report(document, folder, options.out)
         publish(document, folder, options.out)
     return document

@@ -60,8 +60,14 @@ class Workers:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.kill()
         for worker in self.workers:
             worker.end()
+
+    def kill(self) -> None:
+        """End them all, and wait for none."""
+        for worker in self.workers:
+            worker.kill()
 
     def delete(self, folder: Path) -> None:
         """Have the workers delete a folder if this process is killed."""
