@@ -67,7 +67,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = Arguments(
         prog="python -m harness.bench",
         description="Time the whole layer, forward and forward+backward, in every implementation: as ratios to Hugging "
-        "Face's sdpa, and as shares of what a matrix product reaches. All of it takes about an hour on two cores.",
+        "Face's sdpa, and as shares of what a matrix product reaches. All of it takes over an hour on two cores.",
         epilog="exit status: 0 done, 2 unusable arguments, 3 an implementation failed (the others are measured)",
     )
     add = parser.add_argument
