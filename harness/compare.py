@@ -37,6 +37,7 @@ from harness.runners import (
     CACHED,
     IMPLEMENTATIONS,
     LIBRARIES,
+    SPARE,
     TILED,
     Loaded,
     Setting,
@@ -531,7 +532,13 @@ def scratch(root: Path, name: str = RUN) -> Iterator[Path]:
 @contextmanager
 def memory(folder: Path) -> Iterator[Path]:
     """A folder in memory for what a run writes and deletes again, while there is room; `folder` where there is none."""
-    if not os.access(MEMORY, os.W_OK) or room(MEMORY) < 0:
+    try:
+        with tempfile.TemporaryFile(dir=MEMORY) as file:
+            file.truncate(SPARE)  # takes no room; raises where files may not be as large
+        there_is = room(MEMORY) >= 0
+    except OSError:
+        there_is = False
+    if not there_is:
         yield folder
         return
     sweep(MEMORY, PASSING)

@@ -207,9 +207,9 @@ BUGS = {  # what the first wrong gradient is, and a line of numpy_tiled.py with 
     "d_k_norm": ("rope_backward, (K, H), d_kr, cos, sin", "rope_backward, (K, H), d_kr, sin, cos"),
     "d_q_proj": ("w_H=w_qn, eps=eps), (N, H), d_qn", "w_H=w_qn, eps=1e-3), (N, H), d_qn"),
     "d_k_proj": ("w_H=w_kn, eps=eps), (K, H), d_kn", "w_H=w_qn, eps=eps), (K, H), d_kn"),
-    "d_hidden_states": ("d_x += by_tokens(partial(project_backward, w_ND=w_v), (D,), d_v)", "pass"),
+    "d_hidden_states": (" + project_backward(d_v, w_v)", ""),
     "d_v_proj.weight": ('"v_proj": (d_v, x)', '"v_proj": (d_v, np.roll(x, 1, axis=1))'),
-    "d_q_norm.weight": ("norm_weight_gradient(d_qn, q, eps)", "norm_weight_gradient(d_qn, q, eps) / 2"),
+    "d_q_norm.weight": ('("d_q_norm.weight", d_w_qn)', '("d_q_norm.weight", d_w_qn / 2)'),
     "d_o_proj.weight": ('"o_proj": (d_y_BTD, o)', '"o_proj": (d_y_BTD, 1.001 * o)'),
 }
 
