@@ -455,7 +455,7 @@ def write_report(document: dict[str, Any], folder: Path, out: Path) -> None:
 
 @contextmanager
 def judges() -> Iterator[tuple[Executor, Executor]]:
-    """Threads to compare on, and one to draw noise on, each of one thread for BLAS: as many run as there are cores.
+    """Threads to compare on, and to draw noise on, each of one thread for BLAS.
 
     NumPy's warning of a signalling NaN is not printed: a trace may hold one, and a gate says so.
     """

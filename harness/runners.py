@@ -339,7 +339,8 @@ def delete(folder: Path) -> None:
     gone = folder.with_name(f"{folder.name}-gone")
     with contextlib.suppress(OSError):
         folder.rename(gone)
-    shutil.rmtree(gone, ignore_errors=True)
+    for each in (gone, folder):  # it may have been renamed by who was killed then, and cannot everywhere be
+        shutil.rmtree(each, ignore_errors=True)
 
 
 def store(trace: Trace, path: Path, scratch: Path | None) -> dict[str, str]:

@@ -330,7 +330,7 @@ class _Tally:
     def _covariance(self, name: str) -> tuple[Callable[[slice], Array], Array]:
         """The samples' variance of a weight's gradient without forming any: Var_ab = Σ_tt' X_ta X_t'a C_b[tt'].
 
-        C_b is the samples' covariance over tokens of the noisy factor's column b. Also each sample's mean square.
+        C_b is the samples' covariance over tokens of the noisy factor's column b. And the samples' mean squares.
         """
         left, right, noisy = self.noise.weight_factors[name]
         exact = left if noisy == "heads" else right
