@@ -34,7 +34,7 @@ QUANTILES = {8: (14.24, 0.0177), 32: (5.83, 0.2202)}
 """At 1e-6, as DELTA, for σ known from 8 and from 32 samples: of Student's t with K − 1 degrees of freedom, one-sided,
 for κ; of χ²_K / K from below, by which an element's own σ² may be too small. Seen with the normal distribution's 4.75
 and σ² as it is, in 3,936 correct runs: two alarms, 1.01 (rms) and 1.03 (maximum) of the limit, both where K = 8."""
-BYTES = 192 * 2**20
+BYTES = 64 * 2**20
 """Memory for the samples of one chunk; long sequences are sampled in several."""
 
 Forward = Callable[..., tuple[Array, dict]]
